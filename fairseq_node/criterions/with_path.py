@@ -1,0 +1,225 @@
+"""fairseq's criteria with a penalty on the path through depth, and the statistics of the solves."""
+
+from dataclasses import dataclass, field
+
+import torch
+from fairseq.criterions import register_criterion
+from fairseq.criterions.cross_entropy import CrossEntropyCriterion, CrossEntropyCriterionConfig
+from fairseq.criterions.label_smoothed_cross_entropy import (
+    LabelSmoothedCrossEntropyCriterion,
+    LabelSmoothedCrossEntropyCriterionConfig,
+)
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.logging import metrics
+
+from fairseq_node.models.node_transformer import OptionError
+from fairseq_node.modules import path
+
+PENALTIES = ("none", "arclength", "kinetic")
+SCOPES = ("encoder", "decoder", "both")
+SIDES = ("encoder", "decoder")
+
+
+@dataclass
+class PathPenaltyConfig(FairseqDataclass):
+    """The penalty's options."""
+
+    path_penalty: ChoiceEnum(PENALTIES) = field(
+        default="none",
+        metadata={
+            "help": "penalise the arclength of the trajectories through depth (arXiv 2010.11358), or "
+            "their kinetic energy (arXiv 2501.18793). Default: none"
+        },
+    )
+    path_weight: float = field(
+        default=0.0,
+        metadata={
+            "help": "weight of the penalty against the loss per target token; the penalty is a mean "
+            "per valid token, summed over blocks, whatever the batch. Default: 0"
+        },
+    )
+    path_scope: ChoiceEnum(SCOPES) = field(
+        default="both", metadata={"help": "whose trajectories are penalised. Default: both"}
+    )
+    path_norm: ChoiceEnum(path.NORMS) = field(
+        default="token",
+        metadata={
+            "help": "the path of each token, or of a sentence's whole state. Default: token"
+        },
+    )
+    path_warmup_updates: int = field(
+        default=0,
+        metadata={"help": "raise the weight linearly from 0 over this many updates. Default: 0"},
+    )
+
+
+class _Observed:
+    """A model that remembers the extra output of its forward, for the length of one call."""
+
+    def __init__(self, model):
+        self.model = model
+        self.extra = None
+
+    def __call__(self, *args, **kwargs):
+        output = self.model(*args, **kwargs)
+        self.extra = output[1]
+        return output
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+
+class _SumLater:
+    """A sum that is taken when the logging outputs are added up: backward, which does the counting,
+    runs between the criterion and that moment."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def __add__(self, other):
+        return sum(tensor.sum() for tensor in self.tensors) + other
+
+    __radd__ = __add__
+
+
+class _WithPath:
+    """Adds the penalty and the statistics to a criterion of fairseq; a mixin.
+
+    The penalty of a sentence counts once per target token (once per sentence with
+    ``--sentence-avg``), as its loss does, so that the objective does not depend on how sentences are
+    put into batches, on ``--update-freq``, or on the number of workers.
+    """
+
+    def _init_path(self, penalty, weight, scope, norm, warmup_updates):
+        if weight < 0:
+            raise OptionError(f"--path-weight is {weight}; use 0 or a positive number such as 0.01")
+        if warmup_updates < 0:
+            raise OptionError(f"--path-warmup-updates is {warmup_updates}; use 0 or more")
+        self.path_penalty = penalty
+        self.path_weight = weight if penalty != "none" else 0.0
+        self.path_sides = SIDES if scope == "both" else (scope,)
+        self.path_warmup_updates = warmup_updates
+        self.path_config = path.PathConfig(norm=norm, gradient=self.path_weight > 0)
+
+    def forward(self, model, sample, reduce=True):
+        """See fairseq's criterion; the loss includes the penalty, ``logging_output`` the statistics."""
+        if not hasattr(model, "integrate_path"):
+            raise OptionError(
+                "--criterion ..._with_path needs a model with a path through depth; use "
+                "--arch node_transformer, or fairseq's own criterion for this model"
+            )
+        model.integrate_path(self.path_config)
+        observed = _Observed(model)
+        loss, sample_size, logging_output = super().forward(observed, sample, reduce=reduce)
+        records = observed.extra["node"]
+        weight = self.path_weight
+        if self.path_warmup_updates > 0:
+            weight = weight * min(1.0, model.num_updates / self.path_warmup_updates)
+        if weight > 0 and reduce:
+            per_sentence = sum(
+                getattr(record, self.path_penalty) for side in self.path_sides for record in records[side]
+            )
+            penalty = (per_sentence * self._weights(sample).to(per_sentence)).sum()
+            logging_output["path_loss"] = penalty.data
+            loss = loss + weight * penalty.to(loss.dtype)
+            logging_output["loss"] = loss.data
+        with torch.no_grad():
+            logging_output.update(_statistics(records))
+        return loss, sample_size, logging_output
+
+    def _weights(self, sample):
+        """How often a sentence's loss counts in the sample size, ``(batch,)``."""
+        if self.sentence_avg:
+            return torch.ones_like(sample["target"][:, 0])
+        return sample["target"].ne(self.padding_idx).sum(1)
+
+    @classmethod
+    def reduce_metrics(cls, logging_outputs) -> None:
+        """Aggregate logging outputs from data parallel training."""
+        super().reduce_metrics(logging_outputs)
+
+        def total(name):
+            return sum(log.get(name, 0) for log in logging_outputs)
+
+        sentences = total("nsentences")
+        if any("path_loss" in log for log in logging_outputs):
+            sample_size = total("sample_size")
+            metrics.log_scalar("path_loss", total("path_loss") / sample_size, sample_size, round=4)
+        for name in STATISTICS:
+            if any(name in log for log in logging_outputs):
+                metrics.log_scalar(name, total(name) / sentences, sentences, round=3)
+
+
+STATISTICS = (
+    *(f"nfe_{side}" for side in SIDES),
+    "nfe_backward",
+    "steps_rejected",
+    *(f"arclength_{side}" for side in SIDES),
+    "node_unfinished",
+)
+
+
+def _statistics(records) -> dict:
+    """Sums over the sentences of the batch, each the sum over a side's blocks; tensors, so that
+    nothing waits for the device."""
+    every = [record for side in SIDES for record in records[side]]
+    result = {"nfe_backward": _SumLater([record.nfe_backward for record in every])}
+    for side in SIDES:
+        result[f"nfe_{side}"] = sum(record.nfe.sum() for record in records[side])
+        result[f"arclength_{side}"] = sum(record.arclength.sum() for record in records[side])
+    result["steps_rejected"] = sum(record.rejected.sum() for record in every)
+    result["node_unfinished"] = sum(record.unfinished.sum() for record in every)
+    return result
+
+
+@dataclass
+class LabelSmoothedCrossEntropyWithPathConfig(
+    PathPenaltyConfig, LabelSmoothedCrossEntropyCriterionConfig
+):
+    """Options of fairseq's label-smoothed cross-entropy and of the penalty."""
+
+
+@register_criterion(
+    "label_smoothed_cross_entropy_with_path", dataclass=LabelSmoothedCrossEntropyWithPathConfig
+)
+class LabelSmoothedCrossEntropyWithPath(_WithPath, LabelSmoothedCrossEntropyCriterion):
+    """fairseq's label-smoothed cross-entropy with a penalty on the path."""
+
+    def __init__(
+        self,
+        task,
+        sentence_avg,
+        label_smoothing,
+        path_penalty,
+        path_weight,
+        path_scope,
+        path_norm,
+        path_warmup_updates,
+        ignore_prefix_size=0,
+        report_accuracy=False,
+    ):
+        super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
+        self._init_path(path_penalty, path_weight, path_scope, path_norm, path_warmup_updates)
+
+
+@dataclass
+class CrossEntropyWithPathConfig(PathPenaltyConfig, CrossEntropyCriterionConfig):
+    """Options of fairseq's cross-entropy and of the penalty."""
+
+
+@register_criterion("cross_entropy_with_path", dataclass=CrossEntropyWithPathConfig)
+class CrossEntropyWithPath(_WithPath, CrossEntropyCriterion):
+    """fairseq's cross-entropy with a penalty on the path."""
+
+    def __init__(
+        self,
+        task,
+        sentence_avg,
+        path_penalty,
+        path_weight,
+        path_scope,
+        path_norm,
+        path_warmup_updates,
+    ):
+        super().__init__(task, sentence_avg)
+        self._init_path(path_penalty, path_weight, path_scope, path_norm, path_warmup_updates)

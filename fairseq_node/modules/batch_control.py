@@ -1,0 +1,150 @@
+"""One step size for the whole batch: torchdiffeq's solvers, and its continuous adjoint.
+
+This is how most work on neural ODEs solves, and the only control under which the adjoint is offered.
+The error norm still ignores padding, the budget and failures are those of the per-sentence solver.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+import torchdiffeq
+from torch import Tensor
+
+from fairseq_node.modules import runge_kutta
+from fairseq_node.modules.runge_kutta import (
+    ARRIVED,
+    BUDGET_SPENT,
+    NOT_FINITE,
+    STEP_UNDERFLOW,
+    Solution,
+)
+
+_METHODS = {"dopri5": "dopri5", "bosh3": "bosh3", "heun_euler": "adaptive_heun"}
+
+
+class _Stop(Exception):
+    """The forward solve cannot go on."""
+
+
+@dataclass
+class _System:
+    """The state with its integral, as torchdiffeq wants to see it, and a count of what it does."""
+
+    evaluate: runge_kutta.VectorField
+    integrand: Optional[runge_kutta.Integrand]
+    batch: int
+    max_nfe: int
+    nfe: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    reached: float = 0.0
+    replays: Optional[Tensor] = None  # counts evaluations once the forward solve is over
+
+    def __call__(self, t: Tensor, state):
+        if self.replays is not None:
+            self.replays += 1
+        else:
+            if self.nfe >= self.max_nfe:
+                raise _Stop
+            self.nfe += 1
+        y = state[0]
+        times = t.to(y.dtype).expand(self.batch)
+        dy = self.evaluate(times, y)
+        return (dy,) if self.integrand is None else (dy, self.integrand(dy))
+
+    def callback_accept_step(self, t, state, dt):
+        self.accepted += 1
+        self.reached = float((t + dt).detach())
+
+    def callback_reject_step(self, t, state, dt):
+        self.rejected += 1
+
+
+def solve(f, y: Tensor, config, *, valid: Optional[Tensor] = None, integrand=None) -> Solution:
+    """See :func:`fairseq_node.modules.solver.solve`; every row reports the batch's counts.
+
+    A solve that cannot go on is repeated up to the last accepted step, which costs nothing but time
+    in a rare case, and completed by one Euler step.
+    """
+    batch = len(y)
+    weights = None
+    if valid is not None:
+        weights = valid.reshape(*valid.shape, *[1] * (y.dim() - valid.dim())).to(y.dtype)
+    replays = torch.zeros(batch, dtype=torch.long, device=y.device)
+    evaluate = f
+    if config.gradient == "checkpoint" and torch.is_grad_enabled():
+        # torchdiffeq has no steps to take hold of: each evaluation is recomputed on its own.
+        rows = torch.arange(batch, device=y.device)
+        evaluate = functools.partial(runge_kutta.recomputed(f, 1, replays), rows)
+    system = _System(evaluate, integrand, batch, config.max_nfe)
+    if y.numel() == 0:
+        return runge_kutta.adaptive(
+            f, y, config.time, config.tableau, rtol=config.rtol, atol=config.atol, integrand=integrand
+        )
+    start = (y,)
+    if integrand is not None:
+        start = (y, torch.zeros_like(integrand(torch.zeros_like(y))))
+
+    def norm(state):
+        value = state[0]
+        if weights is None:
+            return value.square().mean().sqrt()
+        squares = torch.where(weights > 0, value.square(), 0.0)
+        return (squares.sum() / weights.expand_as(value).sum().clamp(min=1.0)).sqrt()
+
+    def run(end: float):
+        arguments = dict(
+            t=y.new_tensor([0.0, end]),
+            rtol=config.rtol,
+            atol=config.atol,
+            method=_METHODS[config.solver],
+            # float32 time like the state: some devices have no float64
+            options={"norm": norm, "dtype": y.dtype},
+        )
+        if config.gradient == "adjoint" and torch.is_grad_enabled():
+            result = torchdiffeq.odeint_adjoint(
+                system, start, adjoint_params=f.tensors(), **arguments
+            )
+        else:
+            result = torchdiffeq.odeint(system, start, **arguments)
+        return [value[-1] for value in result]
+
+    status, reached, last = ARRIVED, config.time, None
+    try:
+        state = run(config.time)
+    except _Stop:
+        status = BUDGET_SPENT
+    except AssertionError as error:  # how torchdiffeq reports both
+        status = STEP_UNDERFLOW if "underflow" in str(error) else NOT_FINITE
+    nfe, accepted, rejected = system.nfe, system.accepted, system.rejected
+    if status != ARRIVED:
+        reached, system.max_nfe = system.reached, float("inf")
+        state = run(reached) if reached > 0 else list(start)
+        last = f(y.new_full((batch,), reached), state[0])
+        if torch.isfinite(last).all():
+            rest = config.time - reached
+            state[0] = state[0] + rest * last
+            if integrand is not None:
+                state[1] = state[1] + rest * integrand(last)
+        else:
+            status = NOT_FINITE
+    system.replays = replays
+
+    def count(value: int) -> Tensor:
+        return torch.full((batch,), value, dtype=torch.long, device=y.device)
+
+    return Solution(
+        y=state[0],
+        nfe=count(nfe),
+        accepted=count(accepted),
+        rejected=count(rejected),
+        status=count(status),
+        t=y.new_full((batch,), reached),
+        dt=y.new_full((batch,), float("nan")),
+        integral=state[1] if integrand is not None else None,
+        nfe_backward=replays,
+    )
