@@ -21,6 +21,7 @@ from fairseq.modules.transformer_layer import (
 )
 from torch import Tensor, nn
 
+from fairseq_node import compat
 from fairseq_node.modules.cache import EvaluationCache
 
 FIELDS = ("increment", "composed")
@@ -280,7 +281,14 @@ class EncoderField(_Field, TransformerEncoderLayerBase):
         wide = copy.deepcopy(cfg)
         wide.encoder.embed_dim = cfg.encoder.embed_dim + config.augment_dim
         super().__init__(wide)
+        compat.remove_fast_path(self)
         self._init_field(config, cfg.encoder.embed_dim)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        for name in compat.FAST_PATH_COPIES:
+            state_dict.pop(prefix + name, None)
+        # Past fairseq 0.12.2's own, which fills in the copies.
+        nn.Module._load_from_state_dict(self, state_dict, prefix, *args)
 
     def bind(
         self, x: Tensor, padding: Optional[Tensor], attn_mask: Optional[Tensor] = None
