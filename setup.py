@@ -1,27 +1,51 @@
+"""Everything that describes the package; pyproject.toml only configures the tools around it."""
+
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 setup(
     name="fairseq_node",
     version="0.1.0",
-    description="Transformers with continuous depth for fairseq: the N-ODE Transformer",
-    long_description=open("README.md", encoding="utf-8").read(),
+    description="N-ODE Transformers: Transformers with continuous depth, as a plugin for fairseq",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    author="fairseq_node contributors",
     license="MIT",
+    license_files=["LICENSE"],
+    classifiers=[
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3.9",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
     packages=find_packages(include=["fairseq_node", "fairseq_node.*"]),
     python_requires=">=3.9,<3.13",
     install_requires=[
-        # fairseq 0.12.2 does not import on Python 3.11; its maintained build starts there.
+        # fairseq's own last release fails to import on Python 3.11: its dataclasses have mutable
+        # defaults. fairseq-fixed is the same package with these repaired, for 3.11 and newer only.
+        # Exact, since we extend their classes and each build is a last release.
         'fairseq==0.12.2; python_version < "3.11"',
         'fairseq-fixed==0.12.3.1; python_version >= "3.11"',
         "numpy",
-        "sacrebleu",
+        "sacrebleu>=2",
         "sentencepiece",
         "torch>=2.1",
-        "torchdiffeq",
+        "torchdiffeq>=0.2.3",
     ],
     extras_require={
-        "data": ["num2words"],
+        "data": ["mtdata", "num2words"],
         "plots": ["matplotlib"],
-        "test": ["hypothesis", "matplotlib", "num2words", "pytest", "ruff", "tensorboardX", "torchode"],
+        "test": [
+            "hypothesis",
+            "matplotlib",
+            "num2words",
+            "pytest>=7",
+            "ruff",
+            "tensorboardX",
+            "torchode",
+        ],
     },
 )

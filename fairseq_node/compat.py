@@ -14,6 +14,7 @@ import argparse
 import builtins
 import collections
 import importlib
+import os
 import pickle
 import re
 import types
@@ -21,6 +22,7 @@ import typing
 from typing import Any, Dict, List, Optional, Tuple
 
 import torch
+from fairseq.file_io import PathManager
 from torch import _weights_only_unpickler
 
 #: torch takes a name next to an object it allows, and so names of older pickles, since 2.6.
@@ -174,6 +176,25 @@ def install() -> None:
         torch.serialization.add_safe_globals(_named(_safe_globals()))
     safe_torch = _TorchForFairseq("torch")
     checkpoint_utils.torch = distributed_utils.torch = safe_torch
+    checkpoint_utils.PathManager = _AtomicPathManager
+
+
+class _AtomicPathManager(PathManager):
+    """fairseq's, for writing checkpoints: a copy is whole or absent.
+
+    fairseq writes ``checkpoint1.pt`` and copies it to ``checkpoint_last.pt``; a run that is killed
+    within that copy would leave half a checkpoint behind and could not go on from it.
+    """
+
+    @staticmethod
+    def copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
+        if not PathManager.supports_rename(dst_path):
+            return PathManager.copy(src_path, dst_path, overwrite=overwrite)
+        if not overwrite and os.path.exists(dst_path):
+            return False
+        PathManager.copy(src_path, dst_path + ".tmp", overwrite=True)
+        os.replace(dst_path + ".tmp", dst_path)
+        return True
 
 
 def _named(by_name: Dict[str, Any]) -> List[Tuple[Any, str]]:

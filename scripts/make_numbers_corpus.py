@@ -10,9 +10,8 @@ from functools import partial
 from pathlib import Path
 
 try:
-    from tqdm import tqdm
-
     from lib.numbers_corpus import SPLITS, corpus_files, write_corpus
+    from tqdm import tqdm
 except ModuleNotFoundError as missing:
     sys.exit(f"{missing.name} is missing: install the plugin with its data extra, pip install -e '.[data]'.")
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 from lib import numbers_corpus as corpus
 
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 SIZES = {"train": 3000, "valid": 300, "test": 300}
 
 
@@ -58,7 +57,13 @@ def splits():
             "on the thirty-first of July two thousand and five",
             "am einunddreißigsten Juli zweitausendfünf",
         ),
-        ("date", (1900, 1, 1), 0, "the first of January nineteen hundred", "der erste Januar neunzehnhundert"),
+        (
+            "date",
+            (1900, 1, 1),
+            0,
+            "the first of January nineteen hundred",
+            "der erste Januar neunzehnhundert",
+        ),
         ("date", (1101, 5, 7), 1, "on the seventh of May eleven oh one", "am siebten Mai elfhunderteins"),
         ("date", (0, 2, 29), 0, "the twenty-ninth of February", "der neunundzwanzigste Februar"),
         ("time", (corpus.CLOCK, 3, 15), corpus.BARE, "quarter past three", "Viertel nach drei"),

@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import os
 import random
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Callable, Dict, Iterator, List, NamedTuple, Tuple
 
@@ -37,25 +37,25 @@ class Phrase(NamedTuple):
     target: str
 
 
-@lru_cache(maxsize=None)
+@cache
 def english(n: int) -> str:
     """1204 -> "one thousand two hundred and four"."""
     return num2words(n, lang="en").replace(",", "")
 
 
-@lru_cache(maxsize=None)
+@cache
 def german(n: int) -> str:
     """1204 -> "eintausendzweihundertvier"."""
     # num2words keeps the -s of 101 before "tausend", where German drops it.
     return num2words(n, lang="de").replace("einstausend", "eintausend")
 
 
-@lru_cache(maxsize=None)
+@cache
 def english_ordinal(n: int) -> str:
     return num2words(n, lang="en", to="ordinal")
 
 
-@lru_cache(maxsize=None)
+@cache
 def german_ordinal(n: int) -> str:
     """The weak nominative: 3 -> "dritte"; the dative adds -n."""
     return num2words(n, lang="de", to="ordinal")
@@ -252,15 +252,14 @@ def draw_price(rng: random.Random) -> Tuple[Value, int]:
 
 def say_price(value: Value, with_for: int) -> Tuple[str, str]:
     currency, whole, hundredths = value
-    one = ACCUSATIVE if with_for else NOMINATIVE
-    parts = [
-        (f"{english(n)} {unit.en if n == 1 else unit.en_plural}",
-         f"{one[unit.gender]} {unit.de}" if n == 1 else f"{german(n)} {unit.de_plural}")
-        for n, unit in zip((whole, hundredths), CURRENCIES[currency])
-        if n
-    ]  # fmt: skip
-    en, de = (" and ".join(p[0] for p in parts), " und ".join(p[1] for p in parts))
-    return (f"for {en}", f"für {de}") if with_for else (en, de)
+    article = ACCUSATIVE if with_for else NOMINATIVE
+    amounts = [(n, unit) for n, unit in zip((whole, hundredths), CURRENCIES[currency]) if n]
+    source = " and ".join(f"{english(n)} {unit.en if n == 1 else unit.en_plural}" for n, unit in amounts)
+    target = " und ".join(
+        f"{article[unit.gender]} {unit.de}" if n == 1 else f"{german(n)} {unit.de_plural}"
+        for n, unit in amounts
+    )
+    return (f"for {source}", f"für {target}") if with_for else (source, target)
 
 
 # The corpus -----------------------------------------------------------------------------------------
@@ -315,8 +314,7 @@ def write_corpus(out: Path, sizes: Dict[str, int], seed: int, progress: Callable
     """
     out.mkdir(parents=True, exist_ok=True)
     every = itertools.chain.from_iterable(
-        ((split, each) for each in itertools.islice(phrases(split, seed), sizes[split]))
-        for split in SPLITS
+        ((split, each) for each in itertools.islice(phrases(split, seed), sizes[split])) for split in SPLITS
     )
     with contextlib.ExitStack() as stack:
         files = {

@@ -10,7 +10,7 @@ import sentencepiece
 
 
 def learn(files: Sequence[Path], model: Path, vocab_size: int, longest: int = 16) -> None:
-    """Writes ``model`` (NAME.model, and NAME.vocab beside it): BPE with pieces of up to ``longest`` letters."""
+    """Writes ``model`` (NAME.model, and NAME.vocab beside it): BPE, of up to ``longest`` letters."""
     sentencepiece.SentencePieceTrainer.train(
         input=[str(file) for file in files],
         model_prefix=str(model.with_suffix("")),
@@ -38,7 +38,13 @@ def main() -> None:
     add("--corpus", type=Path, required=True, metavar="DIR", help="folder with SPLIT.LANGUAGE")
     add("--out", type=Path, required=True, metavar="DIR", help="folder for pieces.model and SPLIT.LANGUAGE")
     add("--languages", nargs=2, default=["en", "de"], metavar="LANGUAGE", help="endings of the files")
-    add("--splits", nargs="+", default=["train", "valid", "test"], metavar="SPLIT", help="the first is learnt from")
+    add(
+        "--splits",
+        nargs="+",
+        default=["train", "valid", "test"],
+        metavar="SPLIT",
+        help="first: to learn from",
+    )
     add("--vocab-size", type=int, default=400, metavar="N", help="pieces, both languages together")
     add("--longest", type=int, default=16, metavar="N", help="letters in a piece")
     args = parser.parse_args()

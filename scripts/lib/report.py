@@ -42,12 +42,16 @@ class Training:
 
     @property
     def seconds(self) -> float:
-        """Time spent on updates, without starting up and validating.
+        """Time spent on updates and the validations between them.
 
-        The sum over the intervals of the log, because fairseq's own clock starts again when a training
-        is resumed.
+        From the updates per second in every interval of the log: fairseq's own clock starts again when
+        a training is resumed.
         """
-        return sum(statistics["train_wall"] for statistics in self.train.values())
+        total, before = 0.0, 0
+        for updates, statistics in sorted(self.train.items()):
+            total += (updates - before) / statistics["ups"]
+            before = updates
+        return total
 
     @property
     def final(self) -> Statistics:
@@ -179,13 +183,14 @@ def examples(model: Model, most: int = 5) -> str:
 def report(models: Sequence[Model], plot: Optional[str] = None) -> str:
     """The report as Markdown; ``plot`` is the address of the curves."""
     of_interest = models[-1]
+    phrases, signature = len(of_interest.translations), bleu(of_interest.translations).signature
     sections = [
         f"# Translating numbers: {' and '.join(model.name for model in models)}",
         table(models),
-        f"Held out: {len(of_interest.translations)} phrases. BLEU is `{bleu(of_interest.translations).signature}`; "
+        f"Held out: {phrases} phrases. BLEU is `{signature}`; "
         "an exact match is right to the letter. NFE is the mean number of evaluations of the vector field "
         "per sentence, all blocks together, over the validation set with the final weights; a layer of "
-        "the stock model is one evaluation. Training time is that of the updates alone.",
+        "the stock model is one evaluation. Training time is that of the updates and the validations between them.",
     ]
     if plot:
         sections.append(f"![Validation loss, and NFE during training]({plot})")
@@ -205,9 +210,9 @@ def draw(models: Sequence[Model], path: Path) -> None:
         valid = sorted(model.training.valid.items())
         loss.semilogy([n for n, _ in valid], [s["nll_loss"] for _, s in valid], marker=".", label=model.name)
         for side in ("encoder", "decoder"):
-            curve = [(n, s[f"nfe_{side}"]) for n, s in sorted(model.training.train.items()) if f"nfe_{side}" in s]
-            if curve:
-                depth.plot(*zip(*curve), label=side)
+            nfe = {n: s.get(f"nfe_{side}") for n, s in sorted(model.training.train.items())}
+            if None not in nfe.values():
+                depth.plot(list(nfe), list(nfe.values()), label=side)
     loss.set(xlabel="updates", ylabel="bits per piece, validation")
     depth.set(xlabel="updates", ylabel="evaluations per sentence (NFE)", ylim=(0, None))
     for axes in (loss, depth):
@@ -223,9 +228,11 @@ def main() -> None:
         "models",
         nargs="+",
         metavar="NAME=DIR",
-        help="a model and the folder with its train.log (of fairseq-train) and test.out (of fairseq-generate)",
+        help="a model and its folder, with train.log of fairseq-train and test.out of fairseq-generate",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the report, replaced if it exists")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="the report; replaced if there"
+    )
     args = parser.parse_args()
     models = []
     for each in args.models:
