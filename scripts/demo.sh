@@ -6,7 +6,7 @@
 #
 # DIR  folder for everything that is made (default: demo in the checkout); the report is DIR/report.md
 #
-# About ten minutes on two CPU cores. It may be stopped at any time: a second call goes on where the
+# Under ten minutes on two CPU cores, after installation. It may be stopped at any time: a second call goes on where the
 # first one was, training from its last checkpoint. Environment variables:
 #   FAIRSEQ_NODE_SKIP_INSTALL=1  use the python and fairseq on the PATH
 #   OMP_NUM_THREADS=N            threads to use (default: 2)
@@ -23,8 +23,8 @@ cd "$checkout"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
 
 if [[ ${FAIRSEQ_NODE_SKIP_INSTALL:-0} != 1 ]]; then
-    bash scripts/install.sh data plots
-    source .venv/bin/activate
+    venv=$(bash scripts/install.sh data plots)
+    source "$venv/bin/activate"
 fi
 
 # The same for both models, so that they have the same parameters and see the same batches.
@@ -40,11 +40,14 @@ training=(
     --lr-scheduler polynomial_decay --warmup-updates 100 --total-num-update "$updates"
 )
 logging=(
-    --log-format simple --log-interval 20 --validate-interval-updates 100 --save-interval-updates 100
-    --keep-interval-updates 1 --no-epoch-checkpoints
+    --log-format simple --log-interval 20
+    # In updates, not in epochs.
+    --validate-interval-updates 100 --validate-interval 1000
+    --save-interval-updates 100 --save-interval 1000 --keep-interval-updates 1 --no-epoch-checkpoints
 )
 
-# say WHAT: a heading, with the minutes that have passed.
+# say WHAT: a heading, with the time that has passed.
+SECONDS=0
 say() {
     printf '\n== %s (after %d:%02d)\n' "$1" $((SECONDS / 60)) $((SECONDS % 60))
 }
@@ -64,7 +67,7 @@ train() {
     touch "$dir/trained"
 }
 
-# translate NAME: the held-out phrases, into DIR/NAME/test.out.
+# translate NAME: the held-out phrases, into DIR/NAME/test.out, with messages in test.log.
 translate() {
     local dir=$out/$1
     say "Translating with $1"
@@ -73,15 +76,15 @@ translate() {
         return
     fi
     fairseq-generate "$out/data/data-bin" --user-dir fairseq_node --path "$dir/checkpoint_last.pt" --cpu \
-        --gen-subset test --beam 4 --max-tokens 6000 --remove-bpe sentencepiece --scoring sacrebleu \
-        --log-format simple --log-interval 2 2>"$dir/test.err" |
-        tee "$dir/test.out.part" | show 'Translated|BLEU|generate:' || fail "$dir/test.err"
+        --gen-subset test --beam 4 --max-tokens 3000 --remove-bpe sentencepiece --scoring sacrebleu \
+        --log-format simple --log-interval 1 2>&1 >"$dir/test.out.part" |
+        tee "$dir/test.log" | show 'progress_bar|Translated' || fail "$dir/test.log"
     mv "$dir/test.out.part" "$dir/test.out"
 }
 
-# show PATTERN: the lines of fairseq's output that tell how far it is.
+# show PATTERN: the lines of fairseq's output that tell how far it is, without date and level.
 show() {
-    grep --line-buffered -E "$1" || true
+    awk -v pattern="$1" '$0 ~ pattern { sub(/^.*INFO( \||:)/, ""); print; fflush() }'
 }
 
 fail() {

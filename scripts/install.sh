@@ -106,8 +106,7 @@ check_compiler() {
     [[ -e $headers/Python.h ]] ||
         die "$headers/Python.h, with which pip builds fairseq, is missing: install the headers of" \
             "Python $version (Debian, Ubuntu: apt-get install python$version-dev)."
-    printf '#include <Python.h>\n#include <vector>\n' |
-        ${CXX:-$cxx} -I"$headers" -x c++ -fsyntax-only - >&2 ||
+    ${CXX:-$cxx} -I"$headers" -x c++ -fsyntax-only - <<<$'#include <Python.h>\n#include <vector>' >&2 ||
         die "${CXX:-$cxx}, with which pip builds fairseq, does not compile C++ (above): install its standard" \
             "library (Debian, Ubuntu: apt-get install g++), or name another compiler in CXX."
 }
@@ -166,6 +165,7 @@ if [[ $had_inputs == "$inputs" && $had_extras == "$extras" ]]; then
     exit
 fi
 
+rm -f "$stamp" # from here on what is there may be half of something
 build=''
 if [[ ! -e $venv/bin/fairseq-train ]]; then
     check_compiler

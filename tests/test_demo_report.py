@@ -37,6 +37,8 @@ T-0\tfür einundzwanzig Euro und einen Cent
 H-0\t-0.5\tfür zwanzigundein Euro und einen Cent
 D-0\t-0.5\tfür zwanzigundein Euro und einen Cent
 P-0\t-0.25 -0.25
+"""
+MESSAGES = """\
 INFO:fairseq_cli.generate:NOTE: hypothesis and token scores are output in base 2
 INFO:fairseq_cli.generate:Translated 2 sentences (12 tokens) in 0.1s (20.00 sentences/s, 1234.50 tokens/s)
 """
@@ -48,6 +50,7 @@ def demo(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.log").write_text(log, encoding="utf-8")
         (tmp_path / name / "test.out").write_text(OUTPUT, encoding="utf-8")
+        (tmp_path / name / "test.log").write_text(MESSAGES, encoding="utf-8")
     return tmp_path
 
 
@@ -79,8 +82,14 @@ def test_translations_are_read_in_the_order_of_the_set(models):
     assert models[0].tokens_per_second == 1234.5
 
 
+def test_messages_may_be_in_the_output(demo):
+    (demo / "node" / "test.out").write_text(OUTPUT + MESSAGES, encoding="utf-8")
+    (demo / "node" / "test.log").write_text("", encoding="utf-8")
+    assert report.read_model("node", demo / "node").tokens_per_second == 1234.5
+
+
 def test_unfinished_output_is_refused(demo):
-    (demo / "node" / "test.out").write_text(OUTPUT.rsplit("\n", 2)[0], encoding="utf-8")
+    (demo / "node" / "test.log").write_text(MESSAGES.splitlines()[0], encoding="utf-8")
     with pytest.raises(ValueError, match="translate again"):
         report.read_model("node", demo / "node")
     (demo / "stock" / "train.log").write_text(STOCK_LOG.splitlines()[0], encoding="utf-8")

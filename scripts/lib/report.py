@@ -101,20 +101,22 @@ def _numbers(pairs: Sequence[Tuple[str, str]]) -> Statistics:
     return result
 
 
-def read_translations(output: Path) -> Tuple[List[Translation], float]:
-    """Reads what fairseq-generate wrote: the translations in the order of the set, and tokens/s.
+def read_translations(output: Path, log: Path) -> Tuple[List[Translation], float]:
+    """Reads what fairseq-generate wrote to standard output and error: the translations in the order of
+    the set, and tokens/s, which some builds of fairseq write to the one and some to the other.
 
     Raises:
-        ValueError: if the output is not complete.
+        ValueError: if it is not complete.
     """
     lines: Dict[str, Dict[int, str]] = {"S": {}, "T": {}, "H": {}}
     speed = None
-    for line in output.read_text(encoding="utf-8").splitlines():
+    text = output.read_text(encoding="utf-8") + log.read_text(encoding="utf-8")
+    for line in text.splitlines():
         match = re.match(r"([STH])-(\d+)\t(.*)$", line)
         if match:
             kind, number, text = match.groups()
             lines[kind][int(number)] = text.split("\t", 1)[1] if kind == "H" else text
-        elif "| Translated " in line or ":Translated " in line:
+        elif "Translated " in line:
             speed = float(re.search(r"([\d.]+) tokens/s", line).group(1))
     if speed is None or not lines["S"].keys() == lines["T"].keys() == lines["H"].keys():
         raise ValueError(f"{output} is not the complete output of fairseq-generate; translate again.")
@@ -122,8 +124,8 @@ def read_translations(output: Path) -> Tuple[List[Translation], float]:
 
 
 def read_model(name: str, folder: Path) -> Model:
-    """Reads the train.log and the test.out in a folder."""
-    translations, speed = read_translations(folder / "test.out")
+    """Reads train.log, test.out and test.log in a folder."""
+    translations, speed = read_translations(folder / "test.out", folder / "test.log")
     return Model(name, read_training(folder / "train.log"), translations, speed)
 
 
@@ -190,7 +192,7 @@ def report(models: Sequence[Model], plot: Optional[str] = None) -> str:
         f"Held out: {phrases} phrases. BLEU is `{signature}`; "
         "an exact match is right to the letter. NFE is the mean number of evaluations of the vector field "
         "per sentence, all blocks together, over the validation set with the final weights; a layer of "
-        "the stock model is one evaluation. Training time is that of the updates and the validations between them.",
+        "the stock model is one evaluation. Training time is that of updates and validations.",
     ]
     if plot:
         sections.append(f"![Validation loss, and NFE during training]({plot})")
@@ -228,7 +230,7 @@ def main() -> None:
         "models",
         nargs="+",
         metavar="NAME=DIR",
-        help="a model and its folder, with train.log of fairseq-train and test.out of fairseq-generate",
+        help="a model and its folder: train.log of fairseq-train, test.out and test.log of fairseq-generate",
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="the report; replaced if there"

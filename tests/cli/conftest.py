@@ -36,11 +36,14 @@ class Commands:
             text=True,
             input=stdin,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.PIPE,
             timeout=600,
         )
-        assert (done.returncode != 0) == expect_failure, f"{command} {arguments}\n{done.stdout}"
-        return done.stdout
+        output = done.stderr + done.stdout
+        if (done.returncode != 0) != expect_failure:
+            typed = " ".join(map(str, (command, *arguments)))
+            pytest.fail(f"{typed}\nexit status {done.returncode}\n{output[-4000:]}", pytrace=False)
+        return output
 
 
 @pytest.fixture(scope="session")

@@ -87,7 +87,7 @@ def test_generation_options(run, corpus, checkpoint):
     grid = ("--model-overrides", "{'node_solver': 'rk4'}")  # quick
     for options in (
         ("--sampling", "--temperature", 2, "--beam", 2, "--nbest", 2, *grid),
-        ("--sampling", "--sampling-topk", 3, "--beam", 2, *grid),
+        ("--sampling", "--sampling-topk", 3, "--beam", 2, "--nbest", 2, *grid),
         ("--diversity-rate", 0.5, "--beam", 4, *grid),
         ("--prefix-size", 2, "--beam", 2),
         ("--retain-dropout", "--beam", 2, *grid),
@@ -128,7 +128,7 @@ def test_model_overrides_change_the_solver(run, corpus, checkpoint):
     ):
         output = run(
             *("fairseq-validate", corpus, "--user-dir", "fairseq_node", "--path", checkpoint, "--cpu"),
-            *("--task", "translation", "--valid-subset", "valid", "--model-overrides", overrides),
+            *("--task", "translation", "--max-tokens", 500, "--model-overrides", overrides),
         )
         found = re.search(r"nfe_encoder ([\d.]+)", output)
         assert found, output
@@ -212,7 +212,7 @@ checkpoint: {{save_dir: {tmp_path / "checkpoints"}}}
     assert len({name for name in state["model"] if name.endswith("fc1.weight")}) == 2
     output = run(
         *("fairseq-validate", corpus, "--user-dir", "fairseq_node", "--cpu", "--task", "translation"),
-        *("--path", tmp_path / "checkpoints" / "checkpoint_last.pt"),
+        *("--path", tmp_path / "checkpoints" / "checkpoint_last.pt", "--max-tokens", 500),
         # an option that the configuration did not have
         *("--model-overrides", "{'node_solver': 'rk4', 'node_time': 2.0}"),
     )
@@ -232,7 +232,7 @@ def test_eval_bleu_and_update_freq(run, training, tmp_path):
 
 def test_max_positions(run, training, tmp_path):
     limited = training(tmp_path / "ck", "--max-source-positions", 4, "--max-target-positions", 4)
-    output = run.fails("fairseq-train", *limited)
+    output = run.fails("fairseq-train", *limited, "--max-update", 1)
     assert "--skip-invalid-size-inputs-valid-test" in output
     run("fairseq-train", *limited, "--skip-invalid-size-inputs-valid-test", "--max-update", 1)
 
@@ -266,8 +266,9 @@ def test_user_dir_by_any_name(run, tmp_path):
         (relative, tmp_path),
         (link, ROOT),
     ):
-        output = run("fairseq-train", "--user-dir", name, "--arch", "node_transformer", "--help", cwd=cwd)
-        assert "--node-rtol" in output and "--encoder-layers" in output
+        bad = ("--arch", "node_transformer", "--node-rtol", -1)
+        output = run.fails("fairseq-train", "/no/such/data", "--user-dir", name, *bad, cwd=cwd)
+        assert "--node-rtol is -1.0" in output
 
 
 def test_user_dir_of_an_installed_package(run, tmp_path):
