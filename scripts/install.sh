@@ -20,6 +20,7 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
 fi
 checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 torch_spec=${TORCH_SPEC:-torch}
+default=''
 [[ -n ${TORCH_SPEC:-} ]] || default=' (on Linux several GB, with CUDA; TORCH_SPEC asks for another)'
 
 say() {
@@ -73,7 +74,7 @@ choose_python() {
             return
         fi
     done
-    die "no Python 3.9 to 3.12 is on the PATH: install one, or give its path, as in PYTHON=/opt/python3.11/bin/python3."
+    die "no Python 3.9 to 3.12 is on the PATH: install one, or give its path, as in PYTHON=~/python3.11/bin/python3."
 }
 
 # complete VENV: whether it has what Python's venv module writes last.
@@ -189,7 +190,7 @@ fi
 
 say "installing pip and setuptools"
 pip_install "$pip" setuptools wheel
-say "installing $torch_spec${default:-}"
+say "installing $torch_spec$default"
 pip_install $torch_spec
 constrain >"$venv/constraints.txt"
 say "installing fairseq_node${extras:+ with $extras}$build"

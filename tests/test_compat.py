@@ -37,7 +37,11 @@ def test_all_that_fairseq_stores_is_loaded(save):
     state = {
         "args": argparse.Namespace(arch="node_transformer", lr=[1e-3], data=None),
         "cfg": OmegaConf.create({"model": {"layers": 2, "dims": [1, 2.5, "x", None, True]}}),
-        "model": {"weight": torch.arange(3.0), "half": torch.ones(2).half(), "parameter": torch.nn.Parameter(torch.ones(1))},
+        "model": {
+            "weight": torch.arange(3.0),
+            "half": torch.ones(2).half(),
+            "parameter": torch.nn.Parameter(torch.ones(1)),
+        },
         "extra_state": {
             "val_loss": np.float64(3.5),
             "count": np.int64(4),

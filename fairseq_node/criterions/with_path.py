@@ -43,9 +43,7 @@ class PathPenaltyConfig(FairseqDataclass):
     )
     path_norm: ChoiceEnum(path.NORMS) = field(
         default="token",
-        metadata={
-            "help": "the path of each token, or of a sentence's whole state. Default: token"
-        },
+        metadata={"help": "the path of each token, or of a sentence's whole state. Default: token"},
     )
     path_warmup_updates: int = field(
         default=0,
@@ -173,9 +171,7 @@ def _statistics(records) -> dict:
 
 
 @dataclass
-class LabelSmoothedCrossEntropyWithPathConfig(
-    PathPenaltyConfig, LabelSmoothedCrossEntropyCriterionConfig
-):
+class LabelSmoothedCrossEntropyWithPathConfig(PathPenaltyConfig, LabelSmoothedCrossEntropyCriterionConfig):
     """Options of fairseq's label-smoothed cross-entropy and of the penalty."""
 
 

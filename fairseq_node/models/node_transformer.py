@@ -104,8 +104,7 @@ class NodeOptions(FairseqDataclass):
     node_field: ChoiceEnum(vector_field.FIELDS) = field(
         default="increment",
         metadata={
-            "help": "vector field: what the stock layer adds to x, or FFN(x + Attn(x)). "
-            "Default: increment"
+            "help": "vector field: what the stock layer adds to x, or FFN(x + Attn(x)). Default: increment"
         },
     )
     node_time_dependence: ChoiceEnum(vector_field.TIME_DEPENDENCES) = field(
@@ -141,9 +140,7 @@ def solver_config(cfg) -> SolverConfig:
         OptionError: naming the option and what to use.
     """
     try:
-        return SolverConfig(
-            **{item.name: getattr(cfg, f"node_{item.name}") for item in fields(SolverConfig)}
-        )
+        return SolverConfig(**{item.name: getattr(cfg, f"node_{item.name}") for item in fields(SolverConfig)})
     except InvalidOption as error:
         option = "--node-" + error.name.replace("_", "-")
         raise OptionError(f"{option} {error.message}") from None
@@ -364,9 +361,7 @@ class NodeTransformerModel(TransformerModelBase):
     def add_args(cls, parser):
         """Add model-specific arguments to the parser."""
         # Without defaults, so that those of the architecture apply.
-        gen_parser_from_dataclass(
-            parser, NodeTransformerConfig(), delete_default=True, with_prefix=""
-        )
+        gen_parser_from_dataclass(parser, NodeTransformerConfig(), delete_default=True, with_prefix="")
 
     @classmethod
     def build_model(cls, cfg, task):

@@ -106,9 +106,7 @@ def solve(f, y: Tensor, config, *, valid: Optional[Tensor] = None, integrand=Non
             options={"norm": norm, "dtype": y.dtype},
         )
         if config.gradient == "adjoint" and torch.is_grad_enabled():
-            result = torchdiffeq.odeint_adjoint(
-                system, start, adjoint_params=f.tensors(), **arguments
-            )
+            result = torchdiffeq.odeint_adjoint(system, start, adjoint_params=f.tensors(), **arguments)
         else:
             result = torchdiffeq.odeint(system, start, **arguments)
         return [value[-1] for value in result]

@@ -15,7 +15,6 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-
 NORMS = ("token", "sentence")
 
 

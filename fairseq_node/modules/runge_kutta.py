@@ -264,9 +264,7 @@ def _step_with_error(tableau, integrand, dense, f, t, dt, y, k1):
 def _quadrature(tableau, integrand, dt, stages):
     # The weights b applied to the integrand at the stages are the method applied to the system
     # augmented by q' = integrand(y'), because q' does not depend on q.
-    values = [
-        integrand(stage) if weight != 0.0 else None for weight, stage in zip(tableau.b, stages)
-    ]
+    values = [integrand(stage) if weight != 0.0 else None for weight, stage in zip(tableau.b, stages)]
     total = _combine(tableau.b, values)
     return _column(dt, total) * total
 
@@ -372,7 +370,7 @@ class _Active:
     status: Tensor
     integral: Optional[Tensor]
 
-    def select(self, index: Tensor) -> "_Active":
+    def select(self, index: Tensor) -> _Active:
         chosen = {}
         for item in fields(self):
             value = getattr(self, item.name)
@@ -467,9 +465,7 @@ def adaptive(
     if y.numel() == 0:
         empty = y.new_zeros(batch)
         integral = None if integrand is None else integrand(torch.zeros_like(y))
-        return Solution(
-            y, zeros, zeros, zeros, zeros, empty + t1, empty + t1, zeros, integral
-        )
+        return Solution(y, zeros, zeros, zeros, zeros, empty + t1, empty + t1, zeros, integral)
 
     norm = _Norm(rtol, atol)
     shortest = torch.finfo(y.dtype).eps * t1
@@ -524,9 +520,7 @@ def adaptive(
         remaining = t1 - active.t
         final = 1.01 * active.dt >= remaining  # rather one slightly longer step than a tiny last one
         dt = torch.where(final, remaining, active.dt)
-        y1, k_last, error, increment, stages = advance(
-            active.rows, f, active.t, dt, active.y, active.k1
-        )
+        y1, k_last, error, increment, stages = advance(active.rows, f, active.t, dt, active.y, active.k1)
         with torch.no_grad():
             ratio = norm.rms(error / norm.scale(active.y, y1), active.weights)
         finite = torch.isfinite(ratio)

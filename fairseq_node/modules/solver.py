@@ -82,7 +82,9 @@ class SolverConfig:
             if not 0 <= getattr(self, name) < float("inf"):
                 raise InvalidOption(name, f"is {getattr(self, name)}; use a positive number such as 1e-2")
         if self.rtol == self.atol == 0:
-            raise InvalidOption("rtol", "and atol are both 0, which no step can satisfy; use for example 1e-2")
+            raise InvalidOption(
+                "rtol", "and atol are both 0, which no step can satisfy; use for example 1e-2"
+            )
         if not 0 < self.time < float("inf"):
             raise InvalidOption("time", f"is {self.time}; use a positive number such as 1")
         if self.adaptive and self.max_nfe < self.tableau.stages + 2:

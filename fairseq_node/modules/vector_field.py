@@ -80,7 +80,7 @@ class BoundField:
             derivative = derivative.masked_fill(self.padding.unsqueeze(-1), 0.0)
         return derivative
 
-    def select(self, rows: Tensor) -> "BoundField":
+    def select(self, rows: Tensor) -> BoundField:
         """The same field for some sentences of the batch."""
 
         def pick(tensor: Optional[Tensor]) -> Optional[Tensor]:
@@ -148,7 +148,7 @@ class _Field:
         self.config = config
         dim = side_dim + config.augment_dim
         if config.no_layer_norm:
-            for name, module in list(self.named_children()):
+            for name in list(self._modules):
                 if name.endswith("layer_norm"):
                     setattr(self, name, nn.Identity())
         if config.time_dependence == "additive":
@@ -290,9 +290,7 @@ class EncoderField(_Field, TransformerEncoderLayerBase):
         # Past fairseq 0.12.2's own, which fills in the copies.
         nn.Module._load_from_state_dict(self, state_dict, prefix, *args)
 
-    def bind(
-        self, x: Tensor, padding: Optional[Tensor], attn_mask: Optional[Tensor] = None
-    ) -> BoundField:
+    def bind(self, x: Tensor, padding: Optional[Tensor], attn_mask: Optional[Tensor] = None) -> BoundField:
         """Fixes what one solve holds constant.
 
         Args:
@@ -304,9 +302,7 @@ class EncoderField(_Field, TransformerEncoderLayerBase):
         if attn_mask is not None:
             allowed = ~attn_mask.to(torch.bool)[None, None]
             mask = allowed if mask is None else mask & allowed
-        return BoundField(
-            self, x.dtype, padding=padding, self_mask=mask, dropout=self._hold_dropout(x, None)
-        )
+        return BoundField(self, x.dtype, padding=padding, self_mask=mask, dropout=self._hold_dropout(x, None))
 
 
 class DecoderField(_Field, TransformerDecoderLayerBase):
@@ -396,9 +392,7 @@ def _merge(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def _attend(
-    query, key, value, mask, causal, dropout, need_weights=False, stock_softmax=False
-):
+def _attend(query, key, value, mask, causal, dropout, need_weights=False, stock_softmax=False):
     """Scaled dot-product attention.
 
     PyTorch's kernel, unless the weights are asked for or the dropout on them must be a held one.

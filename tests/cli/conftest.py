@@ -35,8 +35,7 @@ class Commands:
             env=self.environment(),
             text=True,
             input=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             timeout=600,
         )
         output = done.stderr + done.stdout

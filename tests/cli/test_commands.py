@@ -67,7 +67,9 @@ def test_killed_and_resumed_training_is_never_killed_training(run, training, tmp
     for kind, name in (("T", "reference"), ("D", "system")):
         lines = re.findall(rf"^{kind}-(\d+)\t(?:[-\d.]+\t)?(.*)$", hypotheses, re.MULTILINE)
         assert len(lines) == 20
-        (tmp_path / name).write_text("".join(text + "\n" for _, text in sorted(lines, key=lambda l: int(l[0]))))
+        (tmp_path / name).write_text(
+            "".join(text + "\n" for _, text in sorted(lines, key=lambda line: int(line[0])))
+        )
     score = run("fairseq-score", "--sys", tmp_path / "system", "--ref", tmp_path / "reference")
     assert "BLEU4 = " in score
 
@@ -164,7 +166,9 @@ def test_a_stock_checkpoint_goes_on_as_a_node_model(run, training, stock, tmp_pa
 def test_the_stock_model_works_with_the_plugin(run, corpus, stock, training):
     """Its checkpoints load on every torch; our criterion refuses it in a sentence."""
     path, _ = stock
-    output = run("fairseq-generate", corpus, "--user-dir", "fairseq_node", "--path", path, "--cpu", "--max-len-b", 8)
+    output = run(
+        "fairseq-generate", corpus, "--user-dir", "fairseq_node", "--path", path, "--cpu", "--max-len-b", 8
+    )
     assert "BLEU" in output
     wrong = ("--criterion", "label_smoothed_cross_entropy_with_path")
     output = run.fails("fairseq-train", *training(path.parent / "wrong", *wrong, arch="transformer_tiny"))
@@ -248,7 +252,15 @@ def test_max_positions(run, training, tmp_path):
 )
 def test_bad_values_are_refused_before_data_is_read(run, options, message):
     output = run.fails(
-        *("fairseq-train", "/no/such/data", "--user-dir", "fairseq_node", "--arch", "node_transformer", *options)
+        *(
+            "fairseq-train",
+            "/no/such/data",
+            "--user-dir",
+            "fairseq_node",
+            "--arch",
+            "node_transformer",
+            *options,
+        )
     )
     assert message in output
     assert "Traceback" not in output and "/no/such/data" not in output
@@ -278,7 +290,8 @@ import argparse, sys
 import fairseq_node
 from fairseq import utils
 import os
-for name in (os.path.dirname(fairseq_node.__file__), os.path.dirname(fairseq_node.__file__) + "/../fairseq_node/"):
+folder = os.path.dirname(fairseq_node.__file__)
+for name in (folder, folder + "/../fairseq_node/"):
     utils.import_user_module(argparse.Namespace(user_dir=name))
 print("registered once")
 """

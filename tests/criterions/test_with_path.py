@@ -20,9 +20,7 @@ def task(dictionary):
 
 
 def criterion(task, penalty="none", weight=0.0, scope="both", norm="token", warmup=0, sentence_avg=False):
-    return LabelSmoothedCrossEntropyWithPath(
-        task, sentence_avg, 0.1, penalty, weight, scope, norm, warmup
-    )
+    return LabelSmoothedCrossEntropyWithPath(task, sentence_avg, 0.1, penalty, weight, scope, norm, warmup)
 
 
 def test_without_weight_it_is_fairseqs_criterion_to_the_last_bit(build, sample, task):

@@ -177,7 +177,9 @@ def test_fixed_grids_are_causal_exactly(build, sample, name):
 @pytest.mark.parametrize("name", ADAPTIVE)
 def test_adaptive_solves_converge_to_a_fine_grid(build, sample, name, norms):
     """Invariant 2, on the real field; and the future moves the past by about the tolerance only."""
-    fine = build("node_transformer", dtype=double, node_solver="rk4", node_steps=50, activation_fn="gelu", **norms).eval()
+    fine = build(
+        "node_transformer", dtype=double, node_solver="rk4", node_steps=50, activation_fn="gelu", **norms
+    ).eval()
     batch = sample()["net_input"]
     expected, _ = fine(**batch)
     errors = []
@@ -216,7 +218,14 @@ def test_every_gradient_mode_is_right_for_every_parameter(build, sample, diction
     """Invariant 6: with held dropout, the encoder's parameters through the decoder's solve included."""
     tolerance = 1e-5 if options["node_gradient"] == "adjoint" else 1e-2
     # A smooth activation: at the kinks of relu the adjoint converges slowly.
-    common = dict(dtype=double, activation_fn="gelu", node_rtol=tolerance, node_atol=tolerance, node_max_nfe=100_000, **DROPOUT)
+    common = dict(
+        dtype=double,
+        activation_fn="gelu",
+        node_rtol=tolerance,
+        node_atol=tolerance,
+        node_max_nfe=100_000,
+        **DROPOUT,
+    )
     gradients = []
     for gradient in ("backprop", options["node_gradient"]):
         model = build("node_transformer", **{**common, **options, "node_gradient": gradient}).train()
@@ -440,7 +449,12 @@ def test_presets_are_those_of_fairseq(name):
 def test_options_of_hydra_nested_and_flat():
     """Each arrives; what is not given is filled in, so that it can be overridden later."""
     cfg = OmegaConf.create(
-        {"_name": "node_transformer_tiny", "encoder": {"layers": 3}, "decoder_layers": 1, "node_solver": "rk4"}
+        {
+            "_name": "node_transformer_tiny",
+            "encoder": {"layers": 3},
+            "decoder_layers": 1,
+            "node_solver": "rk4",
+        }
     )
     _architecture("node_transformer_tiny")(cfg)
     config = NodeTransformerConfig.from_namespace(cfg)

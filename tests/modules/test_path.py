@@ -9,9 +9,10 @@ from fairseq_node.modules.path import PathConfig
 from fairseq_node.modules.runge_kutta import FIXED, TABLEAUS, adaptive, fixed_grid
 
 double = torch.float64
+TOKEN = PathConfig()
 
 
-def lengths(field, y0, config=PathConfig(), valid=None, name="dopri5", time=1.0):
+def lengths(field, y0, config=TOKEN, valid=None, name="dopri5", time=1.0):
     if name in FIXED:
         solution = fixed_grid(field, y0, time, TABLEAUS[name], 20, integrand=config.integrand)
     else:
@@ -59,7 +60,11 @@ def test_padding_and_inequalities(norm):
     _, alone = lengths(field, y0[1:, :2], config, name="rk4")
     torch.testing.assert_close(mean[1], alone[0])
     length, energy = solution.integral.unbind(-1)
-    distance = (solution.y - y0).norm(dim=-1) if norm == "token" else (solution.y - y0).flatten(1).norm(dim=-1, keepdim=True)
+    distance = (
+        (solution.y - y0).norm(dim=-1)
+        if norm == "token"
+        else (solution.y - y0).flatten(1).norm(dim=-1, keepdim=True)
+    )
     assert (length >= distance - 1e-9).all()
     assert (length**2 <= energy + 1e-9).all()
 

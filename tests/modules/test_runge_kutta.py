@@ -52,7 +52,9 @@ def test_tableaus_are_consistent(name):
         assert tableau.a[-1] == tableau.b[:-1] and tableau.b[-1] == 0 and tableau.c[-1] == 1
 
 
-@pytest.mark.parametrize("problem", [linear(1.0, 2.0), Forced(torch.tensor([[3.0], [5.0]]).double()), Circle()])
+@pytest.mark.parametrize(
+    "problem", [linear(1.0, 2.0), Forced(torch.tensor([[3.0], [5.0]]).double()), Circle()]
+)
 @pytest.mark.parametrize("name", FIXED)
 def test_fixed_grids_have_their_textbook_order(name, problem):
     y0 = torch.tensor([[1.0, 0.5], [-0.3, 2.0]], dtype=double)
@@ -64,7 +66,9 @@ def test_fixed_grids_have_their_textbook_order(name, problem):
     assert torch.log2(errors[0] / errors[1]) == pytest.approx(TABLEAUS[name].order, abs=0.25)
 
 
-@pytest.mark.parametrize("problem", [linear(1.0, 30.0), Forced(torch.tensor([[3.0], [40.0]]).double()), Circle()])
+@pytest.mark.parametrize(
+    "problem", [linear(1.0, 30.0), Forced(torch.tensor([[3.0], [40.0]]).double()), Circle()]
+)
 @pytest.mark.parametrize("name", ADAPTIVE)
 def test_error_falls_with_the_tolerance(name, problem):
     y0 = torch.tensor([[1.0, 0.5], [-0.3, 2.0]], dtype=double)
@@ -140,7 +144,9 @@ def test_dense_output(name):
     torch.testing.assert_close(each[1], solution.dense(0.6)[1])
 
 
-@pytest.mark.parametrize("name,theirs", [("dopri5", "dopri5"), ("bosh3", "bosh3"), ("heun_euler", "adaptive_heun")])
+@pytest.mark.parametrize(
+    "name,theirs", [("dopri5", "dopri5"), ("bosh3", "bosh3"), ("heun_euler", "adaptive_heun")]
+)
 def test_agrees_with_torchdiffeq(name, theirs):
     torchdiffeq = pytest.importorskip("torchdiffeq")
     tolerance = 1e-9 if name == "dopri5" else 1e-6
@@ -209,7 +215,13 @@ def test_gradients_in_float64(name):
         assert torch.autograd.gradcheck(outputs, (rate, y0))
     else:
         solution = adaptive(
-            Linear(rate), y0, 1.0, TABLEAUS[name], rtol=1e-6, atol=1e-6, integrand=lambda k: k.square().sum(-1)
+            Linear(rate),
+            y0,
+            1.0,
+            TABLEAUS[name],
+            rtol=1e-6,
+            atol=1e-6,
+            integrand=lambda k: k.square().sum(-1),
         )
         (gradient,) = torch.autograd.grad(solution.y.sum(), rate)
         exact = torch.autograd.grad(Linear(rate).exact(1.0, y0).sum(), rate)[0]
@@ -265,9 +277,7 @@ def test_a_step_that_underflows_stops(name):
     def field(t, y):  # noise: no step is small enough
         return torch.randn_like(y)
 
-    solution = adaptive(
-        field, torch.ones(2, 3), 1.0, TABLEAUS[name], rtol=0.0, atol=1e-12, max_nfe=100_000
-    )
+    solution = adaptive(field, torch.ones(2, 3), 1.0, TABLEAUS[name], rtol=0.0, atol=1e-12, max_nfe=100_000)
     assert solution.status.tolist() == [STEP_UNDERFLOW] * 2
 
 
