@@ -249,7 +249,8 @@ def _records(layers: nn.ModuleList) -> Iterator[List[SolveRecord]]:
     def collect(module, inputs, outputs):
         records.append(outputs[-1])
 
-    handles = [layer.register_forward_hook(collect) for layer in layers]
+    # children(): iterating a LayerDropModuleList draws which layers to drop.
+    handles = [layer.register_forward_hook(collect) for layer in layers.children()]
     try:
         yield records
     finally:

@@ -390,11 +390,24 @@ def test_degenerate_sentences(build, dictionary):
 
 
 def test_layer_drop_drops_whole_blocks(build, sample):
-    model = build("node_transformer", node_solver="rk4", encoder_layerdrop=1.0).train()
-    _, extra = model(**sample()["net_input"])
-    assert extra["node"]["encoder"] == []
+    """A block is dropped with its whole solve, as stock layers are: the same ones for the same seed."""
+    stock, model = pair(build, encoder_layers=6, encoder_layerdrop=0.5)
+    stock.train(), model.train()
+    batch = sample()
+    valid = batch["target"].ne(1)
+    for seed in range(5):
+        outputs = []
+        for each in (stock, model):
+            torch.manual_seed(seed)
+            outputs.append(each(**batch["net_input"]))
+        torch.testing.assert_close(outputs[1][0][valid], outputs[0][0][valid], rtol=0, atol=2e-5)
+        ran = len(outputs[0][1]["inner_states"]) - 1  # of the decoder, which drops none
+        assert len(outputs[1][1]["node"]["decoder"]) == ran == 2
+        torch.manual_seed(seed)
+        expected = sum(1 for _ in stock.encoder.layers)
+        assert len(outputs[1][1]["node"]["encoder"]) == expected
     model.eval()
-    assert len(model(**sample()["net_input"])[1]["node"]["encoder"]) == 2
+    assert len(model(**batch["net_input"])[1]["node"]["encoder"]) == 6
 
 
 @pytest.mark.parametrize(
