@@ -13,14 +13,19 @@ from __future__ import annotations
 import argparse
 import builtins
 import collections
+import contextlib
+import errno
 import functools
 import importlib
 import os
 import pickle
 import re
+import struct
+import tarfile
 import types
 import typing
-from typing import Any, Dict, List, Optional, Tuple
+import warnings
+from typing import Any, BinaryIO, Dict, List, Optional, Tuple, Union
 
 import torch
 from fairseq.file_io import PathManager
@@ -68,6 +73,8 @@ def _safe_globals() -> Dict[str, Any]:
     by_name = {f"{thing.__module__}.{thing.__qualname__}": thing for thing in allowed}
     # Types that the above refer to, under their names of Python 2 (pickle protocol 2) and 3.
     by_name["typing.Any"] = typing.Any
+    # Sent along with tensors to other workers; torch allows it by itself in later versions only.
+    by_name["torch.device"] = torch.device
     by_name["collections.defaultdict"] = collections.defaultdict
     for name in ("dict", "list", "tuple", "set", "int", "float", "complex", "bool", "str"):
         by_name[f"builtins.{name}"] = by_name[f"__builtin__.{name}"] = getattr(builtins, name)
@@ -95,68 +102,166 @@ def _numpy_core() -> str:
     return "numpy._core" if hasattr(numpy, "_core") else "numpy.core"
 
 
-class _RestrictedUnpickler(pickle.Unpickler):
-    """Unpickles tensors and the safe types: what ``weights_only`` is in later versions of torch."""
+class _Refused(pickle.UnpicklingError):
+    """What a checkpoint contains and may not; the text is that alone."""
+
+
+class _RestrictedUnpickler(pickle._Unpickler):
+    """Unpickles tensors and the safe types: what ``weights_only`` is in later versions of torch.
+
+    The one written in Python, since what an allowed type is used for must be checked as well: without
+    that, BUILD sets any attribute of any class or function that may be named.
+    """
+
+    dispatch = dict(pickle._Unpickler.dispatch)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._allowed = {**_weights_only_unpickler._get_allowed_globals(), **_safe_globals()}
 
     def find_class(self, module: str, name: str) -> Any:
-        allowed = {**_weights_only_unpickler._get_allowed_globals(), **_safe_globals()}
         full_name = f"{module}.{name}"
-        if full_name not in allowed:
-            raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {full_name}")
-        return allowed[full_name]
+        if full_name not in self._allowed:
+            raise _Refused(full_name.replace("__builtin__.", "builtins."))
+        return self._allowed[full_name]
+
+    def _check(self, thing: Any, use: str) -> None:
+        # By identity: comparing NumPy's types with others' is not always possible.
+        if not any(thing is allowed for allowed in self._allowed.values()):
+            raise _Refused(f"{use} {thing!r:.80}")
+
+    def load_build(self) -> None:
+        self._check(type(self.stack[-2]), "a state for an object of")
+        super().load_build()
+
+    def load_reduce(self) -> None:
+        self._check(self.stack[-2], "a call of")
+        super().load_reduce()
+
+    dispatch[pickle.BUILD[0]] = load_build
+    dispatch[pickle.REDUCE[0]] = load_reduce
 
 
-def _restricted_load(file, **options):
+def _restricted_unpickle(file: BinaryIO, **options: Any) -> Any:
     return _RestrictedUnpickler(file, **options).load()
 
 
 #: What torch wants of a ``pickle_module``.
 _RESTRICTED_PICKLE = types.SimpleNamespace(
-    __name__="pickle", Unpickler=_RestrictedUnpickler, load=_restricted_load
+    __name__="pickle", Unpickler=_RestrictedUnpickler, load=_restricted_unpickle
 )
 
 
-def load_checkpoint(file, map_location="cpu", **_) -> Dict[str, Any]:
+def _load_restricted(file: BinaryIO, map_location: Any) -> Any:
+    """Loads data only on versions of torch whose ``weights_only`` is missing or not tight.
+
+    Raises:
+        pickle.UnpicklingError: see :func:`_refused`.
+    """
+    # These two formats torch (before 2.6) does not give to our unpickler, or not before it has unpacked
+    # files: a TorchScript archive brings code of its own (CVE-2025-32434).
+    start = file.tell()
+    if torch.serialization._is_zipfile(file):
+        with torch.serialization._open_zipfile_reader(file) as archive:
+            if torch.serialization._is_torchscript_zip(archive):
+                raise _Refused("a TorchScript program")
+    else:
+        with contextlib.suppress(tarfile.TarError), tarfile.open(fileobj=file, mode="r:"):
+            raise _Refused("a tar archive")
+    file.seek(start)
+    options = {"weights_only": False, "pickle_module": _RESTRICTED_PICKLE}
+    return torch.load(file, map_location=map_location, **options)
+
+
+def load_checkpoint(
+    file: Union[str, os.PathLike[str], BinaryIO], map_location: Any = "cpu", **_: Any
+) -> Dict[str, Any]:
     """Loads a checkpoint as data; nothing in it is ever run.
 
     Args:
         file: a path or an open binary file.
-        map_location: as for ``torch.load``.
+        map_location: as for ``torch.load``. Further options, such as ``weights_only``, are ignored.
 
     Raises:
         UnsafeCheckpointError: it refers to anything that fairseq's checkpoints do not contain.
         CorruptCheckpointError: it cannot be read to its end.
+        OSError: there is no such file, or it cannot be read.
     """
-    name = getattr(file, "name", file if isinstance(file, str) else "the checkpoint")
+    if isinstance(file, (str, os.PathLike)):
+        with open(file, "rb") as opened:
+            return load_checkpoint(opened, map_location)
+    name = getattr(file, "name", "the checkpoint")
+    start = file.tell()
     try:
-        if _TORCH_HAS_WEIGHTS_ONLY:
+        if not _TORCH_HAS_WEIGHTS_ONLY:
+            return _load_restricted(file, map_location)
+        with warnings.catch_warnings():
+            # torch tells to report pickles that it does not expect: of a bad file, that is noise.
+            warnings.filterwarnings("ignore", r"Detected pickle protocol \d+ in the checkpoint")
             return torch.load(file, map_location=map_location, weights_only=True)
-        return torch.load(file, map_location=map_location, pickle_module=_RESTRICTED_PICKLE)
-    except OSError:
-        raise  # no such file, no permission: the message is good as it is
     except Exception as error:
-        refused = _refused(error)
+        refused = _refused(error, file, start)
         if refused is not None:
             raise UnsafeCheckpointError(
                 f"{name} was not loaded and nothing in it was run: it contains {refused}, which does "
                 "not belong into a fairseq checkpoint; get it from a source that you trust"
             ) from None
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        if not _means_corrupt(error):
+            raise
         raise CorruptCheckpointError(
-            f"{name} is truncated or not a checkpoint ({reason}); it is left as it is: continue from "
-            "an earlier one with --restore-file, for example checkpoint1.pt"
+            f"{name} is truncated or not a checkpoint; it is left as it is: continue from an earlier "
+            "one with --restore-file, for example checkpoint1.pt"
         ) from error
 
 
-def _refused(error: Exception) -> Optional[str]:
+def _refused(error: Exception, file: BinaryIO, start: int) -> Optional[str]:
     """What the unpickler refused, or None if it could not read the file."""
+    if isinstance(error, _Refused):
+        return str(error)
+    if isinstance(error, RuntimeError):
+        # torch refuses both of itself.
+        if "``weights_only=True`` with TorchScript" in str(error):
+            return "a TorchScript program"
+        if "``weights_only=True`` with files saved in the legacy .tar" in str(error):
+            return "a tar archive"
+        return None
     if not isinstance(error, pickle.UnpicklingError):
         return None
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     if found:
         return found.group(1)
-    # An allowed type used in a way that is not (called, or given a state).
-    return "a forbidden call" if re.search("Trying to|Can only", str(error)) else None
+    found = re.search(r"(?:Trying to|Can only) [^\n]*", str(error))
+    if found:
+        return f"a forbidden use of an allowed type ({found.group()})"
+    if _TORCH_HAS_WEIGHTS_ONLY:
+        # Another pickle protocol than torch writes. weights_only reads no further and so cannot tell
+        # a broken file from one that calls something; ours reads them all.
+        file.seek(start)
+        try:
+            _load_restricted(file, "cpu")
+        except _Refused as refused:
+            return str(refused)
+        except Exception:
+            return None
+        return "a pickle of another protocol than torch's"
+    return None
+
+
+#: What unpicklers raise on bytes that are no pickle.
+_UNREADABLE = (
+    *(pickle.UnpicklingError, struct.error, EOFError, AssertionError, AttributeError, LookupError),
+    *(OverflowError, TypeError, ValueError),
+)
+
+
+def _means_corrupt(error: Exception) -> bool:
+    """Whether this is about the file's contents, not about memory, devices or the disk."""
+    if isinstance(error, OSError):
+        return error.errno == errno.EINVAL  # torch seeks to before the start of half an archive
+    if isinstance(error, RuntimeError):
+        words = "PytorchStreamReader|corrupt|unexpected EOF|storage has wrong|Invalid protocol"
+        return re.search(words, str(error)) is not None
+    return isinstance(error, _UNREADABLE)
 
 
 class _TorchForFairseq(types.ModuleType):
@@ -168,12 +273,35 @@ class _TorchForFairseq(types.ModuleType):
         return getattr(torch, name)
 
 
+#: Calls of fairseq's that hydra and torch have deprecated: (module, start of the message). Nothing that
+#: a user could act on; they work as they always did. What fairseq says before a plugin is imported
+#: cannot be quieted from one.
+_FAIRSEQ_OUT_OF_DATE = (
+    ("hydra.experimental.initialize", "hydra.experimental.initialize() is no longer experimental."),
+    ("hydra.experimental.initialize", "\nThe version_base parameter is not specified."),
+    ("hydra.experimental.compose", "hydra.experimental.compose() is no longer experimental."),
+    ("hydra.compose", "\nThe strict flag in the compose API is deprecated."),
+    ("hydra.core.default_element", "In 'config': Usage of deprecated keyword in package header"),
+    # Said about whoever called main(): sys, or the command.
+    ("", "\n'config' is validated against ConfigStore schema with the same name."),
+    ("fairseq.tasks.fairseq_task", "`torch.cuda.amp.autocast(args...)` is deprecated."),
+)
+
+
+def _quiet() -> None:
+    for module, start in _FAIRSEQ_OUT_OF_DATE:
+        kind = FutureWarning if module.startswith("fairseq") else UserWarning
+        whole = rf"{re.escape(module)}\Z" if module else ""
+        warnings.filterwarnings("ignore", re.escape(start), kind, whole)
+
+
 def install() -> None:
     """Makes fairseq load its checkpoints, safely. May be called any number of times."""
     from fairseq import checkpoint_utils
     from fairseq.data import data_utils
     from fairseq.distributed import utils as distributed_utils
 
+    _quiet()
     if _TORCH_HAS_WEIGHTS_ONLY:
         torch.serialization.add_safe_globals(_named(_safe_globals()))
     safe_torch = _TorchForFairseq("torch")

@@ -43,26 +43,30 @@ def last_checkpoints(folder: str, count: int, by_update: bool, upper_bound=None)
 
 
 def average(paths: List[str]) -> Dict[str, Any]:
-    """The last checkpoint of ``paths`` with the mean of all their weights.
+    """The first checkpoint of ``paths`` with the mean of all their weights.
 
     Raises:
-        ValueError: they are not of the same model.
+        ValueError: they are not of the same model, or no checkpoints of fairseq.
     """
     total: Dict[str, torch.Tensor] = {}
-    state: Dict[str, Any] = {}
+    first: Dict[str, Any] = {}
     for path in tqdm(paths, unit="checkpoint"):
         state = load_checkpoint(path)
+        if not isinstance(state, dict) or "model" not in state:
+            raise ValueError(f"{path} holds no model; give checkpoints that fairseq-train wrote")
         model = state["model"]
-        if total and total.keys() != model.keys():
+        first = first or state
+        shapes = {name: value.shape for name, value in model.items()}
+        if total and shapes != {name: value.shape for name, value in total.items()}:
             raise ValueError(f"{path} has other parameters than {paths[0]}; average checkpoints of one model")
         for name, value in model.items():
             # In float64: a sum of half-precision weights would lose their digits.
             value = value.double() if value.is_floating_point() else value
             total[name] = value.clone() if name not in total else total[name] + value
-    for name, value in state["model"].items():
+    for name, value in first["model"].items():
         mean = total[name] / len(paths) if value.is_floating_point() else total[name] // len(paths)
-        state["model"][name] = mean.to(value.dtype)
-    return state
+        first["model"][name] = mean.to(value.dtype)
+    return first
 
 
 def main() -> None:
@@ -79,11 +83,20 @@ def main() -> None:
     args = parser.parse_args()
     if os.path.exists(args.output) and not args.overwrite:
         parser.error(f"--output {args.output} exists; use another name, or --overwrite")
+    folder = os.path.dirname(args.output) or "."
+    if not os.path.isdir(folder):
+        parser.error(f"--output {args.output}: there is no folder {folder}; make it first")
     paths = args.inputs
-    count = args.num_epoch_checkpoints or args.num_update_checkpoints
+    by_update = args.num_update_checkpoints is not None
+    count = args.num_update_checkpoints if by_update else args.num_epoch_checkpoints
+    if count is None and args.checkpoint_upper_bound is not None:
+        parser.error("--checkpoint-upper-bound is for --num-(epoch|update)-checkpoints; add one of these")
+    if count is not None and len(paths) != 1:
+        parser.error(f"--inputs names {len(paths)} paths; give one folder for its last checkpoints")
+    if count is not None and count < 1:
+        parser.error(f"cannot average the last {count} checkpoints; use 1 or more")
     try:
         if count is not None:
-            by_update = args.num_update_checkpoints is not None
             paths = last_checkpoints(paths[0], count, by_update, args.checkpoint_upper_bound)
         state = average(paths)
     except (OSError, RuntimeError, ValueError) as error:

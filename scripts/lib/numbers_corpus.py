@@ -270,8 +270,6 @@ KINDS: Dict[str, Tuple[Callable, Callable]] = {
     "time": (draw_time, say_time),
     "price": (draw_price, say_price),
 }
-# Numbers are the hardest and the longest of the four, so they get the largest share.
-_SHARES = ("number", "number", "date", "time", "price")
 
 
 def phrase(kind: str, value: Value, wording: int = 0) -> Phrase:
@@ -295,7 +293,7 @@ def phrases(split: str, seed: int) -> Iterator[Phrase]:
     rng = random.Random(f"{seed} {split}")
     seen = set()
     while True:
-        kind = rng.choice(_SHARES)
+        kind = rng.choice(tuple(KINDS))
         value, wording = KINDS[kind][0](rng)
         if split_of(kind, value, seed) == split and (kind, value, wording) not in seen:
             seen.add((kind, value, wording))
