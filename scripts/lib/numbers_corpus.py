@@ -270,6 +270,8 @@ KINDS: Dict[str, Tuple[Callable, Callable]] = {
     "time": (draw_time, say_time),
     "price": (draw_price, say_price),
 }
+# Numbers are the hardest and the longest of the four, so they get the largest share.
+_SHARES = ("number", "number", "date", "time", "price")
 
 
 def phrase(kind: str, value: Value, wording: int = 0) -> Phrase:
@@ -293,7 +295,7 @@ def phrases(split: str, seed: int) -> Iterator[Phrase]:
     rng = random.Random(f"{seed} {split}")
     seen = set()
     while True:
-        kind = rng.choice(tuple(KINDS))
+        kind = rng.choice(_SHARES)
         value, wording = KINDS[kind][0](rng)
         if split_of(kind, value, seed) == split and (kind, value, wording) not in seen:
             seen.add((kind, value, wording))
