@@ -200,8 +200,10 @@ def with_pickle(data):
         # GLOBAL, MARK, None, {"changed": 1}, TUPLE, BUILD: setattr(Namespace, "changed", 1)
         (argparse.Namespace, b"\x80\x02cargparse\nNamespace\n(N}X\x07\x00\x00\x00changedK\x01stb."),
         # the same in the __dict__ of a function
-        (torch._utils._rebuild_tensor_v2,
-         b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}X\x07\x00\x00\x00changedK\x01sb."),
+        (
+            torch._utils._rebuild_tensor_v2,
+            b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}X\x07\x00\x00\x00changedK\x01sb.",
+        ),
     ],
 )
 def test_an_allowed_type_cannot_be_changed(tmp_path, owner, data):
@@ -234,7 +236,9 @@ def test_programs_and_tar_archives_are_refused(tmp_path):
         load_checkpoint(tmp_path / "tar.pt")
 
 
-@pytest.mark.parametrize("text", [b"<html>404 Not Found</html>", b"version https://git-lfs.github.com/spec/v1"])
+@pytest.mark.parametrize(
+    "text", [b"<html>404 Not Found</html>", b"version https://git-lfs.github.com/spec/v1"]
+)
 def test_what_is_no_checkpoint_is_not_called_malicious(tmp_path, text):
     (tmp_path / "page.pt").write_bytes(text)
     with pytest.raises(CorruptCheckpointError, match=r"page\.pt is truncated or not a checkpoint"):
@@ -356,8 +360,17 @@ def test_generate_interactive_and_validate(corpus, checkpoint, tmp_path, capsys,
     cli(interactive.main, parser, *common, *languages, "--input", tmp_path / "input")
     assert "H-0" in capsys.readouterr().out
     with caplog.at_level("INFO"):
-        cli(validate.main, options.get_validation_parser(), *common[:4], "--task", "translation",
-            "--max-tokens", 200, "--num-workers", 0)
+        cli(
+            validate.main,
+            options.get_validation_parser(),
+            *common[:4],
+            "--task",
+            "translation",
+            "--max-tokens",
+            200,
+            "--num-workers",
+            0,
+        )
     assert "loss" in caplog.text + capsys.readouterr().out
 
 
