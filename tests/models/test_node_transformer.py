@@ -348,6 +348,10 @@ def test_composed_field_is_the_reported_form(build):
 @pytest.mark.parametrize("options", SOLVERS[-3:], ids=lambda o: o["node_solver"])
 def test_half_precision_fields_in_a_float32_solve(build, sample, dtype, options):
     """Invariant 10."""
+    try:
+        torch.nn.functional.layer_norm(torch.ones(2, dtype=dtype), (2,))
+    except RuntimeError as error:  # torch 2.1 has no float16 kernels on CPU
+        pytest.skip(str(error))
     options = {**options, "node_rtol": 1e-2, "node_atol": 1e-2}
     model = build("node_transformer", **options).eval()
     half = copy.deepcopy(model).to(dtype)
