@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import logging
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Dict, Iterator, List, Optional
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
@@ -20,7 +20,8 @@ from fairseq.models.transformer import (
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from fairseq_node.modules import solver, vector_field
+from fairseq_node.modules import cache, solver, vector_field
+from fairseq_node.modules.cache import DecodeConfig
 from fairseq_node.modules.node_layer import NodeDecoderLayer, NodeEncoderLayer, SolveRecord
 from fairseq_node.modules.path import PathConfig
 from fairseq_node.modules.solver import InvalidOption, SolverConfig
@@ -29,6 +30,7 @@ from fairseq_node.modules.vector_field import FieldConfig
 logger = logging.getLogger(__name__)
 
 _DEFAULT = SolverConfig()
+_ADDITIVE_NODES = DecodeConfig.decode_nodes + 2 * vector_field.TIME_FREQUENCIES
 
 
 class OptionError(SystemExit, ValueError):
@@ -121,6 +123,23 @@ class NodeOptions(FairseqDataclass):
         default=0,
         metadata={"help": "extra channels during the solve (augmented neural ODEs). Default: 0"},
     )
+    node_decode: ChoiceEnum(cache.DECODE) = field(
+        default=DecodeConfig.decode,
+        metadata={
+            "help": "translating with an adaptive solver: solve the new position alone, between keys and "
+            "values of earlier positions that are interpolated in t, or solve the whole prefix again for "
+            "every token (exact, slow). Fixed grids are exact and fast anyway. "
+            f"Default: {DecodeConfig.decode}"
+        },
+    )
+    node_decode_nodes: Optional[int] = field(
+        default=None,
+        metadata={
+            "help": "Chebyshev nodes in t between which --node-decode cached interpolates; each costs the "
+            f"memory of one key/value cache. Default: {DecodeConfig.decode_nodes}, and "
+            f"{_ADDITIVE_NODES} with --node-time-dependence additive, whose features of t are fast"
+        },
+    )
 
 
 @dataclass
@@ -139,8 +158,26 @@ def solver_config(cfg) -> SolverConfig:
     Raises:
         OptionError: naming the option and what to use.
     """
+    return _part(cfg, SolverConfig)
+
+
+def decode_config(cfg) -> DecodeConfig:
+    """The decoding's part of a model's options.
+
+    Raises:
+        OptionError: naming the option and what to use.
+    """
+    config = _part(cfg, DecodeConfig)
+    if cfg.node_decode_nodes is None and cfg.node_time_dependence == "additive":
+        config = replace(config, decode_nodes=_ADDITIVE_NODES)
+    return config
+
+
+def _part(cfg, config):
+    """The options of one dataclass among all of them; None stands for its own default."""
+    given = {item.name: getattr(cfg, f"node_{item.name}") for item in fields(config)}
     try:
-        return SolverConfig(**{item.name: getattr(cfg, f"node_{item.name}") for item in fields(SolverConfig)})
+        return config(**{name: value for name, value in given.items() if value is not None})
     except InvalidOption as error:
         option = "--node-" + error.name.replace("_", "-")
         raise OptionError(f"{option} {error.message}") from None
@@ -174,6 +211,7 @@ def _check(cfg) -> None:
     """Refuses what cannot work, before any data is read."""
     solver_config(cfg)
     field_config(cfg)
+    decode_config(cfg)
     unsupported = {
         "--cross-self-attention": cfg.cross_self_attention,
         "--checkpoint-activations": cfg.checkpoint_activations,
@@ -242,15 +280,21 @@ _COMPLETE = "node_options_complete"
 
 
 @contextlib.contextmanager
-def _records(layers: nn.ModuleList) -> Iterator[List[SolveRecord]]:
-    """Collects the records that the blocks return while fairseq's loop over the layers runs."""
+def _observed(layers: nn.ModuleList, **more) -> Iterator[List[SolveRecord]]:
+    """Collects the records that the blocks return while fairseq's loop over the layers runs, and hands
+    ``more`` arguments to the blocks, of which that loop does not know."""
     records: List[SolveRecord] = []
 
     def collect(module, inputs, outputs):
         records.append(outputs[-1])
 
+    def add(module, inputs, keywords):
+        return inputs, {**keywords, **more}
+
     # children(): iterating a LayerDropModuleList draws which layers to drop.
     handles = [layer.register_forward_hook(collect) for layer in layers.children()]
+    if more:
+        handles += [layer.register_forward_pre_hook(add, with_kwargs=True) for layer in layers.children()]
     try:
         yield records
     finally:
@@ -279,7 +323,7 @@ class NodeEncoder(TransformerEncoderBase):
         return fsdp_wrap(layer, min_num_params=cfg.min_params_to_wrap)
 
     def forward_scriptable(self, *args, **kwargs):
-        with _records(self.layers) as records:
+        with _observed(self.layers) as records:
             encoder_out = super().forward_scriptable(*args, **kwargs)
         encoder_out["node"] = records
         encoder_out["fc_results"] = []  # fairseq takes the blocks' second output for these
@@ -301,11 +345,14 @@ class NodeDecoder(TransformerDecoderBase):
             no_encoder_attn=no_encoder_attn,
             output_projection=output_projection,
         )
-        self.adaptive_depth = solver_config(cfg).adaptive
+        # Incremental decoding solves the prefix again and returns its last position.
+        self.resolves_prefix = solver_config(cfg).adaptive and decode_config(cfg).decode == "exact"
         _name_blocks(self.layers, "decoder")
 
     def build_decoder_layer(self, cfg, no_encoder_attn=False):
-        layer = NodeDecoderLayer(cfg, field_config(cfg), solver_config(cfg), no_encoder_attn)
+        layer = NodeDecoderLayer(
+            cfg, field_config(cfg), solver_config(cfg), no_encoder_attn, decode_config(cfg)
+        )
         return fsdp_wrap(layer, min_num_params=cfg.min_params_to_wrap)
 
     def extract_features_scriptable(
@@ -317,12 +364,10 @@ class NodeDecoder(TransformerDecoderBase):
         alignment_layer: Optional[int] = None,
         alignment_heads: Optional[int] = None,
     ):
-        # An adaptive solve visits other times for every prefix, so there is nothing to cache:
-        # incremental decoding solves the prefix again and returns its last position.
-        resolve = incremental_state is not None and self.adaptive_depth
+        resolve = incremental_state is not None and self.resolves_prefix
         if self.training and alignment_layer is None:
             alignment_layer = -1  # no layer: the weights would be computed for nobody
-        with _records(self.layers) as records:
+        with _observed(self.layers, **({"source_state": incremental_state} if resolve else {})) as records:
             x, extra = super().extract_features_scriptable(
                 prev_output_tokens,
                 encoder_out,

@@ -64,7 +64,9 @@ class _System:
         self.rejected += 1
 
 
-def solve(f, y: Tensor, config, *, valid: Optional[Tensor] = None, integrand=None) -> Solution:
+def solve(
+    f, y: Tensor, config, *, valid: Optional[Tensor] = None, integrand=None, save_at: Optional[Tensor] = None
+) -> Solution:
     """See :func:`fairseq_node.modules.solver.solve`; every row reports the batch's counts.
 
     A solve that cannot go on is repeated up to the last accepted step, which costs nothing but time
@@ -82,9 +84,11 @@ def solve(f, y: Tensor, config, *, valid: Optional[Tensor] = None, integrand=Non
         evaluate = functools.partial(runge_kutta.recomputed(f, 1, replays), rows)
     system = _System(evaluate, integrand, batch, config.max_nfe)
     if y.numel() == 0:
-        return runge_kutta.adaptive(
+        solution = runge_kutta.adaptive(
             f, y, config.time, config.tableau, rtol=config.rtol, atol=config.atol, integrand=integrand
         )
+        solution.saved = None if save_at is None else y.expand(len(save_at), *y.shape)
+        return solution
     start = (y,)
     if integrand is not None:
         start = (y, torch.zeros_like(integrand(torch.zeros_like(y))))
@@ -97,8 +101,12 @@ def solve(f, y: Tensor, config, *, valid: Optional[Tensor] = None, integrand=Non
         return (squares.sum() / weights.expand_as(value).sum().clamp(min=1.0)).sqrt()
 
     def run(end: float):
+        times = y.new_tensor([0.0, end])
+        if save_at is not None:
+            inner = save_at[(times[0] < save_at) & (save_at < times[1])]
+            times = torch.cat([times[:1], inner, times[1:]])
         arguments = dict(
-            t=y.new_tensor([0.0, end]),
+            t=times,
             rtol=config.rtol,
             atol=config.atol,
             method=_METHODS[config.solver],
@@ -109,11 +117,11 @@ def solve(f, y: Tensor, config, *, valid: Optional[Tensor] = None, integrand=Non
             result = torchdiffeq.odeint_adjoint(system, start, adjoint_params=f.tensors(), **arguments)
         else:
             result = torchdiffeq.odeint(system, start, **arguments)
-        return [value[-1] for value in result]
+        return [value[-1] for value in result], result[0]
 
     status, reached, last = ARRIVED, config.time, None
     try:
-        state = run(config.time)
+        state, path = run(config.time)
     except _Stop:
         status = BUDGET_SPENT
     except AssertionError as error:  # how torchdiffeq reports both
@@ -121,7 +129,7 @@ def solve(f, y: Tensor, config, *, valid: Optional[Tensor] = None, integrand=Non
     nfe, accepted, rejected = system.nfe, system.accepted, system.rejected
     if status != ARRIVED:
         reached, system.max_nfe = system.reached, float("inf")
-        state = run(reached) if reached > 0 else list(start)
+        state, path = run(reached) if reached > 0 else (list(start), y.unsqueeze(0))
         last = f(y.new_full((batch,), reached), state[0])
         if torch.isfinite(last).all():
             rest = config.time - reached
@@ -145,4 +153,15 @@ def solve(f, y: Tensor, config, *, valid: Optional[Tensor] = None, integrand=Non
         dt=y.new_full((batch,), float("nan")),
         integral=state[1] if integrand is not None else None,
         nfe_backward=replays,
+        saved=None if save_at is None else _saved(path, save_at, reached, state[0], config.time),
     )
+
+
+def _saved(path: Tensor, save_at: Tensor, reached: float, end: Tensor, time: float) -> Tensor:
+    """The states at ``save_at``: those that torchdiffeq gave up to ``reached``, and points of the straight
+    line from there to the ``end`` for a solve that was cut short."""
+    before = path[:-1] if save_at[0] == 0 else path[1:-1]
+    rest = save_at[len(before) :]
+    fraction = (rest - reached) / max(time - reached, torch.finfo(path.dtype).tiny)
+    line = path[-1] + fraction.view(-1, *[1] * end.dim()) * (end - path[-1])
+    return torch.cat([before, line]).detach()

@@ -1,35 +1,77 @@
 """Keys and values that a decoder block keeps between the steps of incremental decoding.
 
-On a fixed grid the n-th evaluation of the field always happens at the same time and stage, so every
-evaluation has keys and values of its own and incremental decoding is exact. Appending all of them to
-one cache, as a layer of a stock Transformer would, mixes the positions' states at different times.
+* On a fixed grid the n-th evaluation of the field always happens at the same time and stage, so every
+  evaluation has keys and values of its own and incremental decoding is exact (:class:`EvaluationCache`).
+  Appending all of them to one cache, as a layer of a stock Transformer would, mixes the positions'
+  states at different times.
+* An adaptive solve chooses its times, and chooses others for every position. The keys and values of
+  earlier positions are stored at a few times and interpolated in between (:class:`DepthCache`).
+
+Both keep what they know in a dict of tensors with the batch dimension first. The dict is what fairseq's
+incremental state holds for the block, so that everything in it can be reordered with the beam.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Dict, Optional, Tuple
 
 import torch
 from torch import Tensor
 
+from fairseq_node.modules.solver import InvalidOption
+
+DECODE = ("cached", "exact")
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How a block decodes position after position with an adaptive solver; fixed grids are exact anyway.
+
+    Attributes:
+        decode: "cached" solves the new position alone, between keys and values of earlier positions
+            that are interpolated in t; "exact" solves the whole prefix again.
+        decode_nodes: how many times of an interval the keys and values are kept at, >= 2. Measured with
+            ``scripts/bench_decode.py``: with 8 the error of the interpolation is below that of the solver
+            at tolerances of 1e-3 and more.
+
+    Raises:
+        InvalidOption: naming the field and what to use instead.
+    """
+
+    decode: str = "cached"
+    decode_nodes: int = 8
+
+    def __post_init__(self):
+        if self.decode not in DECODE:
+            raise InvalidOption("decode", f"is {self.decode!r}; use one of {', '.join(DECODE)}")
+        if self.decode_nodes < 2:
+            raise InvalidOption("decode_nodes", f"is {self.decode_nodes}; use 2 or more, such as 8")
+
 
 class EvaluationCache:
-    """A cache per evaluation, in a dict of tensors with the batch dimension first.
+    """A cache per evaluation, for fixed grids.
 
-    The dict is what fairseq's incremental state holds for the block, so that everything in it can be
-    reordered with the beam. Create one of these for each new position: it counts the evaluations.
+    Create one of these for each new position: it counts the evaluations.
     """
 
     def __init__(self, state: Dict[str, Tensor]):
         self.state = state
         self.evaluation = 0
 
-    def append(
-        self, key: Tensor, value: Tensor, padding: Optional[Tensor]
+    @property
+    def length(self) -> int:
+        """How many positions there are already."""
+        return self.state["key0"].size(2) if "key0" in self.state else 0
+
+    def extended(
+        self, t: Tensor, key: Tensor, value: Tensor, padding: Optional[Tensor]
     ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
         """Adds the new position to the current evaluation's keys and values, and moves to the next.
 
         Args:
+            t: the time of the evaluation, ``(batch,)``; it is the same for every position.
             key, value: of the new position, ``(batch, heads, 1, head_dim)``.
             padding: whether the new token is padding, ``(batch, 1)``, or None.
 
@@ -37,23 +79,111 @@ class EvaluationCache:
             keys and values ``(batch, heads, length, head_dim)`` of all positions so far, and which of
             them are padding, ``(batch, length)`` (None if there never was any).
         """
-        name = str(self.evaluation)
-        before = self.state.get("key" + name)
-        length = 0 if before is None else before.size(2)
-        if before is not None:
-            key = torch.cat([before, key], dim=2)
-            value = torch.cat([self.state["value" + name], value], dim=2)
-        self.state["key" + name], self.state["value" + name] = key, value
-        paddings = self.state.get("padding" + name)
-        if padding is not None or paddings is not None:
-            blank = torch.zeros(key.size(0), length + 1, dtype=torch.bool, device=key.device)
-            if paddings is not None:
-                blank[:, :length] = paddings
-            if padding is not None:
-                blank[:, length:] = padding
-            self.state["padding" + name] = paddings = blank
+        n = self.evaluation
+        if f"key{n}" in self.state:
+            key = torch.cat([self.state[f"key{n}"], key], dim=2)
+            value = torch.cat([self.state[f"value{n}"], value], dim=2)
+        self.state[f"key{n}"], self.state[f"value{n}"] = key, value
+        if n == 0:
+            _extend_padding(self.state, padding, key)
         self.evaluation += 1
-        return key, value, paddings
+        return key, value, self.state.get("padding")
+
+
+def chebyshev_nodes(nodes: int, time: float, dtype: torch.dtype, device=None) -> Tensor:
+    """Chebyshev points of the second kind on [0, time], ascending, both ends included, ``(nodes,)``."""
+    angles = torch.linspace(0, math.pi, nodes, dtype=dtype, device=device)
+    points = 0.5 * time * (1 - angles.cos())
+    points[-1] = time  # not a rounding error away from it
+    return points
+
+
+def barycentric_weights(t: Tensor, nodes: Tensor) -> Tensor:
+    """Weights of the values at Chebyshev points of the second kind in the polynomial through them.
+
+    Args:
+        t: where to interpolate, ``(batch,)``.
+        nodes: the points, ``(nodes,)``.
+
+    Returns:
+        ``(batch, nodes)``; their sum is 1. Source: Berrut & Trefethen 2004, Barycentric Lagrange
+        Interpolation, eq. 4.2 and 5.4.
+    """
+    signs = 1.0 - 2.0 * (torch.arange(len(nodes), device=nodes.device) % 2).to(nodes.dtype)
+    signs[0], signs[-1] = 0.5 * signs[0], 0.5 * signs[-1]
+    difference = t.unsqueeze(1) - nodes
+    hit = difference == 0
+    weights = signs / torch.where(hit, torch.ones_like(difference), difference)
+    weights = weights / weights.sum(1, keepdim=True)
+    return torch.where(hit.any(1, keepdim=True), hit.to(weights.dtype), weights)
+
+
+class DepthCache:
+    """Keys and values of earlier positions as functions of t, for adaptive solvers.
+
+    Args:
+        state: what the block keeps; see the module.
+        nodes: the times at which keys and values are kept, ``(nodes,)``.
+    """
+
+    def __init__(self, state: Dict[str, Tensor], nodes: Tensor):
+        self.state = state
+        self.nodes = nodes
+        # (batch, nodes, 2, heads, length, head_dim): one product interpolates keys and values
+        self.past = state.get("past")
+        self.padding = state.get("padding")
+
+    @property
+    def length(self) -> int:
+        """How many positions there are already."""
+        return 0 if self.past is None else self.past.size(4)
+
+    def select(self, rows: Tensor) -> DepthCache:
+        """The same cache for some sentences, to be read only."""
+        mine = {name: self.state[name] for name in ("past", "padding") if name in self.state}
+        return DepthCache(reorder(mine, rows), self.nodes)
+
+    def extended(
+        self, t: Tensor, key: Tensor, value: Tensor, padding: Optional[Tensor]
+    ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
+        """Keys and values of earlier positions at time ``t``, and those of the new position.
+
+        Args and returns: see :meth:`EvaluationCache.extended`; ``t`` is each sentence's own.
+        """
+        if self.past is None:
+            return key, value, padding
+        weights = barycentric_weights(t, self.nodes).to(key.dtype).unsqueeze(1)
+        past = torch.bmm(weights, self.past.flatten(2)).view(len(key), *self.past.shape[2:])
+        if padding is not None or self.padding is not None:
+            padding = _joined_padding(self.padding, padding, key.size(0), self.length, key.device)
+        return torch.cat([past[:, 0], key], dim=2), torch.cat([past[:, 1], value], dim=2), padding
+
+    def store(self, keys: Tensor, values: Tensor, padding: Optional[Tensor]) -> None:
+        """Keeps a position that has been solved.
+
+        Args:
+            keys, values: at the nodes, ``(batch, nodes, heads, 1, head_dim)``.
+            padding: whether its token is padding, ``(batch, 1)``, or None.
+        """
+        new = torch.stack([keys, values], dim=2)
+        self.state["past"] = new if self.past is None else torch.cat([self.past, new], dim=4)
+        _extend_padding(self.state, padding, self.state["past"])
+
+
+def _extend_padding(state: Dict[str, Tensor], padding: Optional[Tensor], keys: Tensor) -> None:
+    """Notes whether the newest of ``keys`` ``(batch, ..., length, head_dim)`` is padding."""
+    before = state.get("padding")
+    if padding is not None or before is not None:
+        state["padding"] = _joined_padding(before, padding, keys.size(0), keys.size(-2) - 1, keys.device)
+
+
+def _joined_padding(before, new, batch: int, length: int, device) -> Tensor:
+    """``(batch, length + 1)``; None stands for no padding at all."""
+    if before is None:
+        before = torch.zeros(batch, length, dtype=torch.bool, device=device)
+    if new is None:
+        new = torch.zeros(batch, 1, dtype=torch.bool, device=device)
+    return torch.cat([before, new], dim=1)
 
 
 def reorder(state: Dict[str, Tensor], new_order: Tensor) -> Dict[str, Tensor]:

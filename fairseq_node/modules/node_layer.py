@@ -41,6 +41,11 @@ class SolveRecord:
     kinetic: Tensor
 
 
+def _solve_dtype(x: Tensor) -> torch.dtype:
+    """State, time and error are float32 around a field in half precision."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 class _Block:
     """What encoder and decoder blocks share; a mixin over the vector fields."""
 
@@ -63,24 +68,28 @@ class _Block:
             x = torch.cat([x, x.new_zeros(*x.shape[:2], self.config.augment_dim)], dim=-1)
         return x
 
-    def _integrate(self, x: Tensor, field: BoundField) -> Tuple[Tensor, SolveRecord]:
+    def _integrate(
+        self, x: Tensor, field: BoundField, save_at: Optional[Tensor] = None
+    ) -> Tuple[Tensor, SolveRecord, Optional[Tensor]]:
         """Solves for one block.
 
         Args:
             x: initial state in the model's dtype, ``(batch, seq_len, embed_dim)``.
             field: the vector field, bound for this solve.
+            save_at: times at which the state is wanted too, ``(times,)``.
 
         Returns:
-            the state at the end, ``(seq_len, batch, embed_dim)``, and the record.
+            the state at the end, ``(seq_len, batch, embed_dim)``, the record, and the states at
+            ``save_at``, ``(times, batch, seq_len, embed_dim)``.
         """
-        half = x.dtype in (torch.float16, torch.bfloat16)
         valid = None if field.padding is None else ~field.padding
         solution = solver.solve(
             field,
-            x.float() if half else x,
+            x.to(_solve_dtype(x)),
             self.solver_config,
             valid=valid,
             integrand=self.path_config.integrand,
+            save_at=save_at,
         )
         if self.solver_config.on_failure == "error":
             self._raise_on_failure(solution, valid, x.size(1))
@@ -97,7 +106,7 @@ class _Block:
             arclength=length[:, 0],
             kinetic=length[:, 1],
         )
-        return y.transpose(0, 1), record
+        return y.transpose(0, 1), record, solution.saved
 
     def _raise_on_failure(self, solution, valid: Optional[Tensor], tokens: int) -> None:
         failed = (solution.status != solver.ARRIVED).nonzero()
@@ -138,7 +147,8 @@ class NodeEncoderLayer(_Block, EncoderField):
             ``(src_len, batch, embed_dim)`` and what the block did.
         """
         x = self._lift(x)
-        return self._integrate(x, self.bind(x, encoder_padding_mask, attn_mask))
+        y, record, _ = self._integrate(x, self.bind(x, encoder_padding_mask, attn_mask))
+        return y, record
 
 
 @with_incremental_state
@@ -151,9 +161,11 @@ class NodeDecoderLayer(_Block, DecoderField):
         field_config: FieldConfig,
         solver_config: solver.SolverConfig,
         no_encoder_attn: bool = False,
+        decode_config: Optional[cache.DecodeConfig] = None,
     ):
         super().__init__(cfg, field_config, no_encoder_attn)
         self._init_block(solver_config, cfg.decoder.embed_dim)
+        self.decode_config = decode_config or cache.DecodeConfig()
 
     def forward(
         self,
@@ -165,39 +177,52 @@ class NodeDecoderLayer(_Block, DecoderField):
         self_attn_padding_mask: Optional[Tensor] = None,
         need_attn: bool = False,
         need_head_weights: bool = False,
+        source_state: Optional[Dict[str, Dict[str, Optional[Tensor]]]] = None,
     ) -> Tuple[Tensor, Optional[Tensor], SolveRecord]:
         """
         Args:
             x: ``(tgt_len, batch, embed_dim)``; with ``incremental_state`` the new position only.
             encoder_out: ``(src_len, batch, encoder_embed_dim)``.
             encoder_padding_mask: bool ``(batch, src_len)``, True for padding, or None.
-            incremental_state: fairseq's; fixed grids only.
+            incremental_state: fairseq's.
             self_attn_mask: the causal mask, or None for attention to all positions.
             self_attn_padding_mask: bool ``(batch, tgt_len)``, True for padding, or None.
             need_attn, need_head_weights: return cross-attention weights: those of the last evaluation
                 of the field.
+            source_state: fairseq's incremental state when ``x`` is nevertheless the whole prefix
+                (``--node-decode exact``): it keeps the encoder's keys and values, and nothing else.
 
         Returns:
             ``(tgt_len, batch, embed_dim)``, attention weights ``(heads, batch, tgt_len, src_len)``
             (their mean over heads without ``need_head_weights``) or None, and what the block did.
         """
-        state = None
-        if incremental_state is not None:
-            state = self.get_incremental_state(incremental_state, "node") or {}
+        saved_in = source_state if incremental_state is None else incremental_state
+        state = keep = nodes = None
+        if saved_in is not None:
+            state = self.get_incremental_state(saved_in, "node") or {}
         x = self._lift(x)
+        if incremental_state is not None and self.solver_config.adaptive:
+            time, dtype = self.solver_config.time, _solve_dtype(x)
+            nodes = cache.chebyshev_nodes(self.decode_config.decode_nodes, time, dtype, x.device)
+            keep = cache.DepthCache(state, nodes)
+        elif incremental_state is not None:
+            keep = cache.EvaluationCache(state)
         field = self.bind(
             x,
             self_attn_padding_mask,
             encoder_out,
             encoder_padding_mask,
             causal=self_attn_mask is not None,
-            state=state,
+            cache=keep,
+            source=state,
             need_attention=need_attn or need_head_weights,
             stock_softmax=x.dtype == torch.float64 and self.solver_config.is_stock_layer,
         )
-        y, record = self._integrate(x, field)
+        y, record, saved = self._integrate(x, field, save_at=nodes)
+        if nodes is not None:
+            keep.store(*self.keys_values(nodes, saved, x.dtype), field.padding)
         if state is not None:
-            self.set_incremental_state(incremental_state, "node", state)
+            self.set_incremental_state(saved_in, "node", state)
         attention = None if field.attention is None else field.attention["weights"]
         if attention is not None:
             attention = attention.transpose(0, 1)

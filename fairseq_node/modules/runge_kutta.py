@@ -158,21 +158,28 @@ class DenseOutput:
             coefficients.append(h * _combine(tableau.dense, stages))
         self.segments.append((rows, t, dt, coefficients))
 
+    def add_line(self, rows, t, dt, y, y1) -> None:
+        """Records the Euler step that completes a row (``y1 = y`` for a row that stays where it is)."""
+        self.segments.append((rows, t, dt, [y, y1 - y]))
+
     def __call__(self, t) -> Tensor:
-        y = self.y0.clone()
-        times = torch.as_tensor(t, dtype=y.dtype, device=y.device).expand(len(y))
+        times = torch.as_tensor(t, dtype=self.y0.dtype, device=self.y0.device)
+        return self.at(times.expand(1, len(self.y0)))[0]
+
+    def at(self, times: Tensor) -> Tensor:
+        """The states at several times of each row: ``(times, batch)`` to ``(times, batch, ...)``."""
+        y = self.y0.expand(len(times), *self.y0.shape).clone()
         for rows, start, dt, coefficients in self.segments:
-            theta = (times[rows] - start) / dt
-            # >= 0 and no upper bound: a later segment overwrites an earlier one.
-            inside = _rows_where(theta >= 0)
-            if inside.numel():
-                y[rows[inside]] = _interpolate(theta[inside], [c[inside] for c in coefficients])
+            # >= start and no upper bound: a later segment overwrites an earlier one.
+            theta = (times[:, rows] - start) / dt
+            value = _interpolate(theta, coefficients)
+            y[:, rows] = torch.where(_column(theta, value, 2) >= 0, value, y[:, rows])
         return y
 
 
 def _interpolate(theta: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
     """Nested evaluation of HNW II.6.12: factors theta and (1 - theta) alternate."""
-    theta = _column(theta, coefficients[0])
+    theta = _column(theta, coefficients[0].unsqueeze(0), 2)
     value = coefficients[-1]
     for depth in range(len(coefficients) - 2, -1, -1):
         value = coefficients[depth] + (theta if depth % 2 == 0 else 1 - theta) * value
@@ -192,6 +199,7 @@ class Solution:
         nfe_backward: evaluations repeated in backward; counted up while backward runs, ``(batch,)``.
         integral: the integrand over the path, or None without an integrand.
         dense: the solution in between, if it was asked for.
+        saved: the states at the times that were asked for, ``(times, batch, ...)``.
     """
 
     y: Tensor
@@ -204,11 +212,13 @@ class Solution:
     nfe_backward: Tensor
     integral: Optional[Tensor] = None
     dense: Optional[DenseOutput] = None
+    saved: Optional[Tensor] = None
 
 
-def _column(values: Tensor, like: Tensor) -> Tensor:
-    """Reshapes ``(batch,)`` so that it broadcasts against ``like``, ``(batch, ...)``."""
-    return values.reshape(-1, *[1] * (like.dim() - 1))
+def _column(values: Tensor, like: Tensor, dims: int = 1) -> Tensor:
+    """Reshapes ``(batch,)`` so that it broadcasts against ``like``, ``(batch, ...)``; or, with more
+    than one dimension, all of them."""
+    return values.reshape(*values.shape[:dims], *[1] * (like.dim() - dims))
 
 
 def _select(f: VectorField, rows: Tensor) -> VectorField:
@@ -465,7 +475,8 @@ def adaptive(
     if y.numel() == 0:
         empty = y.new_zeros(batch)
         integral = None if integrand is None else integrand(torch.zeros_like(y))
-        return Solution(y, zeros, zeros, zeros, zeros, empty + t1, empty + t1, zeros, integral)
+        record = DenseOutput(y) if dense else None
+        return Solution(y, zeros, zeros, zeros, zeros, empty + t1, empty + t1, zeros, integral, record)
 
     norm = _Norm(rtol, atol)
     shortest = torch.finfo(y.dtype).eps * t1
@@ -498,13 +509,13 @@ def adaptive(
     record = DenseOutput(y) if dense else None
     done: List[_Active] = []
 
-    active, f = _refresh(active, f, evaluate, done)
+    active, f = _refresh(active, f, evaluate, done, record)
     with torch.no_grad():
         active.dt = _initial_step(f, active, norm, tableau, t1)
     active.nfe = active.nfe + 1
 
     while len(active.rows):
-        active, f = _refresh(active, f, evaluate, done)
+        active, f = _refresh(active, f, evaluate, done, record)
         # Stop the rows that cannot afford another step, or whose step has no length any more.
         # Without FSAL the derivative at the end of the step must be affordable too.
         spent = active.nfe + tableau.stages - int(tableau.fsal) > max_nfe
@@ -513,7 +524,7 @@ def adaptive(
             why = torch.where(spent, BUDGET_SPENT, STEP_UNDERFLOW)
             active.status = torch.where(active.status == ARRIVED, why, active.status)
             last, keep = _rows_where(stop), _rows_where(~stop)
-            done.append(_finish(active.select(last), t1, integrand))
+            done.append(_finish(active.select(last), t1, integrand, record))
             active, f = active.select(keep), _select(f, keep)
             continue
 
@@ -600,7 +611,7 @@ def _rows_where(condition: Tensor) -> Tensor:
     return condition.nonzero(as_tuple=True)[0]
 
 
-def _refresh(active: _Active, f: VectorField, evaluate, done: List[_Active]):
+def _refresh(active: _Active, f: VectorField, evaluate, done: List[_Active], record: Optional[DenseOutput]):
     """Evaluates the derivative at the state of the rows where it is not known.
 
     Rows where it is not finite have nothing to integrate: they go to ``done`` as they are. The
@@ -620,7 +631,11 @@ def _refresh(active: _Active, f: VectorField, evaluate, done: List[_Active]):
             break
         part.nfe = part.nfe + 1
         part.status = torch.full_like(part.status, NOT_FINITE)
-        done.append(part.select(_rows_where(~finite)))
+        lost = part.select(_rows_where(~finite))
+        done.append(lost)
+        if record is not None:
+            y = lost.y.detach()
+            record.add_line(lost.rows, lost.t, torch.ones_like(lost.t), y, y)
         stuck = torch.zeros_like(active.fresh).index_fill(0, stale[~finite], True)
         keep = _rows_where(~stuck)
         active, f = active.select(keep), _select(f, keep)
@@ -635,11 +650,14 @@ def _refresh(active: _Active, f: VectorField, evaluate, done: List[_Active]):
     return active, f
 
 
-def _finish(active: _Active, t1: float, integrand) -> _Active:
+def _finish(active: _Active, t1: float, integrand, record: Optional[DenseOutput]) -> _Active:
     """One Euler step over the rest of the interval: its derivative is known and finite, so it cannot
     fail and costs nothing. The rows keep the status that brought them here."""
     rest = t1 - active.t
-    active.y = torch.addcmul(active.y, _column(rest, active.y), active.k1)
+    before = active.y
+    active.y = torch.addcmul(before, _column(rest, before), active.k1)
+    if record is not None:
+        record.add_line(active.rows, active.t, rest, before.detach(), active.y.detach())
     if integrand is not None:
         value = integrand(active.k1)
         active.integral = active.integral + _column(rest, value) * value

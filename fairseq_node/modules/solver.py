@@ -126,6 +126,7 @@ def solve(
     *,
     valid: Optional[Tensor] = None,
     integrand: Optional[Integrand] = None,
+    save_at: Optional[Tensor] = None,
 ) -> Solution:
     """Integrates ``dy/dt = f(t, y)`` from 0 to ``config.time``.
 
@@ -136,6 +137,8 @@ def solve(
         config: the options.
         valid: which entries exist, bool, ``(batch,)`` or ``(batch, seq_len)``.
         integrand: function of the derivative to be integrated along the path.
+        save_at: times at which the states are wanted too, ascending, from 0 to ``config.time``,
+            ``(times,)``; adaptive solvers only. They cost no evaluations, and carry no gradient.
 
     Returns:
         The solution. Rows that failed were completed and carry their reason in ``status``; raising
@@ -149,8 +152,8 @@ def solve(
     if config.step_control == "batch":
         from fairseq_node.modules import batch_control
 
-        return batch_control.solve(f, y, config, valid=valid, integrand=integrand)
-    return runge_kutta.adaptive(
+        return batch_control.solve(f, y, config, valid=valid, integrand=integrand, save_at=save_at)
+    solution = runge_kutta.adaptive(
         f,
         y,
         config.time,
@@ -161,4 +164,8 @@ def solve(
         valid=valid,
         integrand=integrand,
         checkpoint=checkpoint,
+        dense=save_at is not None,
     )
+    if save_at is not None:
+        solution.saved = solution.dense.at(save_at.unsqueeze(1).expand(-1, len(y)))
+    return solution

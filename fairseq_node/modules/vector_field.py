@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, replace
-from typing import Dict, Optional, Tuple
+from typing import Dict, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from fairseq.modules.transformer_layer import (
 from torch import Tensor, nn
 
 from fairseq_node import compat
-from fairseq_node.modules.cache import EvaluationCache
+from fairseq_node.modules.cache import DepthCache, EvaluationCache
 
 FIELDS = ("increment", "composed")
 TIME_DEPENDENCES = ("none", "additive", "concat")
@@ -69,7 +69,7 @@ class BoundField:
     cross_value: Optional[Tensor] = None
     cross_mask: Optional[Tensor] = None  # (batch, 1, 1, src_len)
     dropout: Dict[str, Tensor] = field(default_factory=dict)  # site -> 0 or 1 / (1 - p)
-    cache: Optional[EvaluationCache] = None
+    cache: Union[EvaluationCache, DepthCache, None] = None
     stock_softmax: bool = False  # see _attend
     rows: Optional[Tensor] = None  # which sentences of the batch these are; None for all
     attention: Optional[Dict[str, Tensor]] = None  # where to leave the cross-attention weights
@@ -94,6 +94,7 @@ class BoundField:
             cross_key=pick(self.cross_key),
             cross_value=pick(self.cross_value),
             cross_mask=pick(self.cross_mask),
+            cache=None if self.cache is None else self.cache.select(rows),
             rows=rows if self.rows is None else self.rows.index_select(0, rows),
             dropout={site: pick(mask) for site, mask in self.dropout.items()},
         )
@@ -207,14 +208,19 @@ class _Field:
             out = out + t.to(out.dtype).view(-1, 1, 1) * self.time_columns[column].to(out.dtype)
         return out
 
+    def _self_keys_values(self, x: Tensor, t: Tensor) -> Tuple[Tensor, Tensor]:
+        attn = self.self_attn
+        key = _heads(self._project(attn.k_proj, x, t, "self_key"), attn.num_heads)
+        value = _heads(self._project(attn.v_proj, x, t, "self_value"), attn.num_heads)
+        return key, value
+
     def _self_attention(self, x: Tensor, t: Tensor, bound: BoundField) -> Tensor:
         attn = self.self_attn
         query = _heads(self._project(attn.q_proj, x, t, "self_query"), attn.num_heads)
-        key = _heads(self._project(attn.k_proj, x, t, "self_key"), attn.num_heads)
-        value = _heads(self._project(attn.v_proj, x, t, "self_value"), attn.num_heads)
+        key, value = self._self_keys_values(x, t)
         mask = bound.self_mask
         if bound.cache is not None:
-            key, value, padding = bound.cache.append(key, value, bound.padding)
+            key, value, padding = bound.cache.extended(t, key, value, bound.padding)
             if padding is not None:
                 mask = _key_mask(padding)
         out, _ = _attend(query, key, value, mask, bound.causal, bound.dropout.get("self_weights"))
@@ -241,18 +247,19 @@ class _Field:
         hidden = self.activation_fn(self._project(self.fc1, x, t, "ffn"))
         return bound.drop("ffn", self.fc2(bound.drop("ffn_hidden", hidden)))
 
-    def _hold_dropout(self, x: Tensor, src_len: Optional[int]) -> Dict[str, Tensor]:
+    def _hold_dropout(self, x: Tensor, src_len: Optional[int], past: int = 0) -> Dict[str, Tensor]:
         """Samples the dropout of every site of the layer for one solve.
 
         Args:
             x: the initial state in the field's dtype, ``(batch, seq_len, embed_dim)``.
             src_len: length of the source for a layer with cross-attention.
+            past: number of earlier positions in the cache.
         """
         batch, length, dim = x.shape
         heads = self.self_attn.num_heads
         sites = [
             ("self_attention", self.dropout_module, (batch, length, dim)),
-            ("self_weights", self.self_attn.dropout_module, (batch, heads, length, length)),
+            ("self_weights", self.self_attn.dropout_module, (batch, heads, length, past + length)),
             (
                 "ffn_hidden",
                 self.activation_dropout_module,
@@ -321,7 +328,8 @@ class DecoderField(_Field, TransformerDecoderLayerBase):
         encoder_out: Optional[Tensor],
         encoder_padding: Optional[Tensor],
         causal: bool,
-        state: Optional[Dict[str, Tensor]] = None,
+        cache: Union[EvaluationCache, DepthCache, None] = None,
+        source: Optional[Dict[str, Tensor]] = None,
         need_attention: bool = False,
         stock_softmax: bool = False,
     ) -> BoundField:
@@ -333,13 +341,14 @@ class DecoderField(_Field, TransformerDecoderLayerBase):
             encoder_out: ``(src_len, batch, encoder_embed_dim)``, or None.
             encoder_padding: bool ``(batch, src_len)``, or None.
             causal: whether a position sees earlier ones only.
-            state: what incremental decoding keeps of this block; ``x`` is then the new position.
+            cache: keys and values of earlier positions; ``x`` is then the new position.
+            source: where the encoder's keys and values are kept from one solve to the next, or None.
             need_attention: keep the cross-attention weights of the last evaluation.
             stock_softmax: compute cross-attention in fairseq's precision.
         """
-        bound = BoundField(self, x.dtype, padding=padding, stock_softmax=stock_softmax)
-        if state is not None:
-            bound.cache = EvaluationCache(state)
+        bound = BoundField(self, x.dtype, padding=padding, stock_softmax=stock_softmax, cache=cache)
+        if cache is not None:
+            pass  # all that is in the cache is seen
         elif padding is None or (causal and _right_padded(padding)):
             # No valid query sees the padding behind it: the plain causal kernel will do.
             bound.causal = causal
@@ -352,23 +361,42 @@ class DecoderField(_Field, TransformerDecoderLayerBase):
                 bound.self_mask = bound.self_mask & ones.tril() | diagonal
         src_len = None
         if self.encoder_attn is not None and encoder_out is not None:
-            if state is None or "cross_key" not in state:
-                source = encoder_out.transpose(0, 1)
+            kept = {} if source is None else source
+            if "cross_key" not in kept:
+                states = encoder_out.transpose(0, 1)
                 attn = self.encoder_attn
-                key = _heads(attn.k_proj(source), attn.num_heads)
-                value = _heads(attn.v_proj(source), attn.num_heads)
-                if state is not None:
-                    state["cross_key"], state["cross_value"] = key, value
-            else:
-                key, value = state["cross_key"], state["cross_value"]
-            bound.cross_key, bound.cross_value = key, value
-            src_len = key.size(2)
+                kept["cross_key"] = _heads(attn.k_proj(states), attn.num_heads)
+                kept["cross_value"] = _heads(attn.v_proj(states), attn.num_heads)
+            bound.cross_key, bound.cross_value = kept["cross_key"], kept["cross_value"]
+            src_len = bound.cross_key.size(2)
             if encoder_padding is not None:
                 bound.cross_mask = _key_mask(encoder_padding)
             if need_attention:
                 bound.attention = {}
-        bound.dropout = self._hold_dropout(x, src_len)
+        bound.dropout = self._hold_dropout(x, src_len, 0 if cache is None else cache.length)
         return bound
+
+    def keys_values(self, times: Tensor, states: Tensor, dtype: torch.dtype) -> Tuple[Tensor, Tensor]:
+        """Keys and values of self-attention along a trajectory.
+
+        Args:
+            times: ``(times,)``.
+            states: at these times, ``(times, batch, 1, embed_dim)``.
+            dtype: what the field computes in.
+
+        Returns:
+            two tensors ``(batch, times, heads, 1, head_dim)``.
+        """
+        shape = states.shape[:2]
+        t = times.repeat_interleave(shape[1])
+        x = states.flatten(0, 1).to(dtype)
+        if self.config.time_dependence == "additive":
+            x = x + self.time_features(t, dtype)
+        if self.normalize_before:
+            x = self.self_attn_layer_norm(x)
+        return tuple(
+            projected.unflatten(0, shape).transpose(0, 1) for projected in self._self_keys_values(x, t)
+        )
 
 
 def _right_padded(padding: Tensor) -> bool:

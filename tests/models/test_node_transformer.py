@@ -105,39 +105,6 @@ SOLVERS = [
 
 
 @pytest.mark.parametrize("options", SOLVERS, ids=lambda o: o["node_solver"])
-@pytest.mark.parametrize("norms", NORMS)
-def test_generation_equals_teacher_forcing(build, sample, dictionary, options, norms):
-    """Invariant 5: the scores of beam search are those of the same tokens under teacher forcing, each
-    prefix on its own (an adaptive solve of a longer target may take other steps)."""
-    model = build("node_transformer", **options, **norms)
-    batch = sample(left_pad=True)
-    hypotheses = beam(model, dictionary, batch)
-    for row, candidates in enumerate(hypotheses):
-        length = batch["net_input"]["src_lengths"][row]
-        source = batch["net_input"]["src_tokens"][row : row + 1, -length:]
-        encoder_out = model.encoder(source, src_lengths=length.view(1))
-        for tokens, scores in candidates[:2]:
-            for position in range(len(tokens)):
-                previous = torch.tensor([[dictionary.eos(), *tokens[:position]]])
-                output = model.decoder(previous, encoder_out=encoder_out)
-                probabilities = model.get_normalized_probs(output, log_probs=True)
-                assert probabilities[0, -1, tokens[position]].item() == pytest.approx(
-                    float(scores[position]), abs=2e-4
-                )
-
-
-@pytest.mark.parametrize("options", SOLVERS, ids=lambda o: o["node_solver"])
-def test_prefix_tokens(build, sample, dictionary, options):
-    model = build("node_transformer", **options).eval()
-    batch = sample()
-    generator = SequenceGenerator([model], dictionary, beam_size=3, max_len_b=10)
-    prefix = batch["target"][:, :2]
-    for row, hypotheses in enumerate(generator.generate([model], batch, prefix_tokens=prefix)):
-        for hypothesis in hypotheses:
-            assert hypothesis["tokens"][:2].tolist() == prefix[row].tolist()
-
-
-@pytest.mark.parametrize("options", SOLVERS, ids=lambda o: o["node_solver"])
 @pytest.mark.parametrize("left_pad", [True, False])
 def test_a_sentence_does_not_see_its_batch(build, sample, options, left_pad):
     """Invariant 3: the same output and the same NFE alone and in a padded batch."""
