@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Dict, Optional, Tuple
+from typing import Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -102,24 +102,27 @@ def barycentric_weights(t: Tensor, nodes: Tensor) -> Tensor:
     """Weights of the values at Chebyshev points of the second kind in the polynomial through them.
 
     Args:
-        t: where to interpolate, ``(batch,)``.
+        t: where to interpolate, of any shape.
         nodes: the points, ``(nodes,)``.
 
     Returns:
-        ``(batch, nodes)``; their sum is 1. Source: Berrut & Trefethen 2004, Barycentric Lagrange
-        Interpolation, eq. 4.2 and 5.4.
+        one more dimension, ``(..., nodes)``, that sums to 1. Source: Berrut & Trefethen 2004,
+        Barycentric Lagrange Interpolation, eq. 4.2 and 5.4.
     """
     signs = 1.0 - 2.0 * (torch.arange(len(nodes), device=nodes.device) % 2).to(nodes.dtype)
     signs[0], signs[-1] = 0.5 * signs[0], 0.5 * signs[-1]
-    difference = t.unsqueeze(1) - nodes
+    difference = t.unsqueeze(-1) - nodes
     hit = difference == 0
     weights = signs / torch.where(hit, torch.ones_like(difference), difference)
-    weights = weights / weights.sum(1, keepdim=True)
-    return torch.where(hit.any(1, keepdim=True), hit.to(weights.dtype), weights)
+    weights = weights / weights.sum(-1, keepdim=True)
+    return torch.where(hit.any(-1, keepdim=True), hit.to(weights.dtype), weights)
 
 
 class DepthCache:
     """Keys and values of earlier positions as functions of t, for adaptive solvers.
+
+    What has been decoded is moved once per position: the beam's order is kept until then, and the place
+    of the new position is made on the way. Create one of these for each new position.
 
     Args:
         state: what the block keeps; see the module.
@@ -129,19 +132,40 @@ class DepthCache:
     def __init__(self, state: Dict[str, Tensor], nodes: Tensor):
         self.state = state
         self.nodes = nodes
-        # (batch, nodes, 2, heads, length, head_dim): one product interpolates keys and values
-        self.past = state.get("past")
         self.padding = state.get("padding")
-
-    @property
-    def length(self) -> int:
-        """How many positions there are already."""
-        return 0 if self.past is None else self.past.size(4)
+        self.length = 0
+        # (batch, nodes, 2, heads, length + 1, head_dim): one product interpolates keys and values, and
+        # the new position's are written into the last place.
+        self.past = None
+        self.ready: List[Tensor] = []
+        if "past" in state:
+            past, order = state["past"], state.pop("order", None)
+            self.length = past.size(4)
+            batch = len(past) if order is None else len(order)
+            self.past = past.new_empty(batch, *past.shape[1:4], self.length + 1, past.size(5))
+            self.past[..., -1:, :] = 0
+            if order is None:
+                self.past[..., :-1, :].copy_(past)
+            else:
+                torch.index_select(past, 0, order, out=self.past[..., :-1, :])
 
     def select(self, rows: Tensor) -> DepthCache:
         """The same cache for some sentences, to be read only."""
-        mine = {name: self.state[name] for name in ("past", "padding") if name in self.state}
-        return DepthCache(reorder(mine, rows), self.nodes)
+        part = DepthCache({}, self.nodes)
+        part.length = self.length
+        part.past = None if self.past is None else self.past.index_select(0, rows)
+        part.padding = None if self.padding is None else self.padding.index_select(0, rows)
+        return part
+
+    def ahead(self, times: Tensor) -> DepthCache:
+        """Prepares for evaluations at these times, ``(batch, times)``, in this order: all that is stored
+        is read once for all of them."""
+        part = DepthCache({}, self.nodes)
+        part.length, part.past, part.padding = self.length, self.past, self.padding
+        if self.past is not None:
+            weights = barycentric_weights(times, self.nodes).to(self.past.dtype)
+            part.ready = list(torch.bmm(weights, self.past.flatten(2)).unbind(1))
+        return part
 
     def extended(
         self, t: Tensor, key: Tensor, value: Tensor, padding: Optional[Tensor]
@@ -152,11 +176,13 @@ class DepthCache:
         """
         if self.past is None:
             return key, value, padding
-        weights = barycentric_weights(t, self.nodes).to(key.dtype).unsqueeze(1)
-        past = torch.bmm(weights, self.past.flatten(2)).view(len(key), *self.past.shape[2:])
+        if not self.ready:
+            self.ready = self.ahead(t.unsqueeze(1)).ready
+        keys, values = self.ready.pop(0).view(len(key), *self.past.shape[2:]).unbind(1)
+        keys[:, :, -1], values[:, :, -1] = key[:, :, 0], value[:, :, 0]
         if padding is not None or self.padding is not None:
-            padding = _joined_padding(self.padding, padding, key.size(0), self.length, key.device)
-        return torch.cat([past[:, 0], key], dim=2), torch.cat([past[:, 1], value], dim=2), padding
+            padding = _joined_padding(self.padding, padding, len(key), self.length, key.device)
+        return keys, values, padding
 
     def store(self, keys: Tensor, values: Tensor, padding: Optional[Tensor]) -> None:
         """Keeps a position that has been solved.
@@ -166,8 +192,12 @@ class DepthCache:
             padding: whether its token is padding, ``(batch, 1)``, or None.
         """
         new = torch.stack([keys, values], dim=2)
-        self.state["past"] = new if self.past is None else torch.cat([self.past, new], dim=4)
-        _extend_padding(self.state, padding, self.state["past"])
+        if self.past is None:
+            self.past = new
+        else:
+            self.past[..., -1:, :] = new
+        self.state["past"] = self.past
+        _extend_padding(self.state, padding, self.past)
 
 
 def _extend_padding(state: Dict[str, Tensor], padding: Optional[Tensor], keys: Tensor) -> None:
@@ -188,4 +218,8 @@ def _joined_padding(before, new, batch: int, length: int, device) -> Tensor:
 
 def reorder(state: Dict[str, Tensor], new_order: Tensor) -> Dict[str, Tensor]:
     """The cache of the hypotheses ``new_order``, ``(batch,)``."""
-    return {name: tensor.index_select(0, new_order) for name, tensor in state.items()}
+    moved = {name: tensor.index_select(0, new_order) for name, tensor in state.items() if name != "past"}
+    if "past" in state:  # much larger than the rest; a DepthCache moves it when it makes room
+        moved["past"] = state["past"]
+        moved.setdefault("order", new_order)
+    return moved

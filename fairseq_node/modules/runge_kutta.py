@@ -7,7 +7,9 @@ neighbours. Nothing here knows of Transformers.
 
 A vector field is a callable ``f(t, y)`` with ``t`` of shape ``(batch,)`` and ``y`` of shape
 ``(batch, ...)``, returning the time derivative of ``y``. If it closes over tensors that have a batch
-dimension it offers ``f.select(rows)``, the same field for those rows only.
+dimension it offers ``f.select(rows)``, the same field for those rows only. If it can save work by
+knowing the times of the next evaluations it offers ``f.ahead(times)``, ``(batch, times)``, the same field
+for evaluations at these times in this order.
 
 >>> import torch
 >>> y0 = torch.tensor([[1.0], [1.0]], dtype=torch.float64)
@@ -251,6 +253,8 @@ def step(tableau: Tableau, f: VectorField, t: Tensor, dt: Tensor, y: Tensor, k1:
     h = _column(dt, y)
     stages = [k1]
     y1 = None
+    if hasattr(f, "ahead") and tableau.stages > 1:
+        f = f.ahead(torch.stack([t + c * dt for c in tableau.c[1:]], dim=1))
     for c, row in zip(tableau.c[1:], tableau.a[1:]):
         y1 = torch.addcmul(y, h, _combine(row, stages))
         stages.append(f(t + c * dt, y1))

@@ -99,6 +99,12 @@ class BoundField:
             dropout={site: pick(mask) for site, mask in self.dropout.items()},
         )
 
+    def ahead(self, times: Tensor) -> BoundField:
+        """The same field for evaluations at these times, ``(batch, times)``, in this order."""
+        return (
+            self if not isinstance(self.cache, DepthCache) else replace(self, cache=self.cache.ahead(times))
+        )
+
     def tensors(self) -> Tuple[Tensor, ...]:
         """All that the field sees and that needs a gradient.
 
