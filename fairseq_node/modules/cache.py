@@ -217,9 +217,24 @@ def _joined_padding(before, new, batch: int, length: int, device) -> Tensor:
 
 
 def reorder(state: Dict[str, Tensor], new_order: Tensor) -> Dict[str, Tensor]:
-    """The cache of the hypotheses ``new_order``, ``(batch,)``."""
-    moved = {name: tensor.index_select(0, new_order) for name, tensor in state.items() if name != "past"}
-    if "past" in state:  # much larger than the rest; a DepthCache moves it when it makes room
-        moved["past"] = state["past"]
-        moved.setdefault("order", new_order)
+    """The cache of the hypotheses ``new_order``, ``(batch,)``.
+
+    Where hypotheses share the keys and values of one source (``beam`` of them), they stay together, as
+    they do in fairseq's search.
+    """
+    beam = state.get("beam", 1)
+    moved = {}
+    for name, kept in state.items():
+        if name == "beam":
+            moved[name] = kept
+        elif name == "past":  # much larger than the rest: a DepthCache moves it when it makes room
+            moved[name] = kept
+            moved["order"] = state["order"].index_select(0, new_order) if "order" in state else new_order
+        elif name.startswith("cross"):
+            if len(kept) * beam == len(new_order) and beam > 1:
+                moved[name] = kept
+            else:
+                moved[name] = kept.index_select(0, new_order[::beam] // beam)
+        elif name != "order":
+            moved[name] = kept.index_select(0, new_order)
     return moved

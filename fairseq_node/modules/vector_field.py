@@ -65,9 +65,10 @@ class BoundField:
     padding: Optional[Tensor] = None  # (batch, seq_len), True for padding
     self_mask: Optional[Tensor] = None  # (batch or 1, 1, queries, keys), True where attended
     causal: bool = False
-    cross_key: Optional[Tensor] = None  # (batch, heads, src_len, head_dim)
+    cross_key: Optional[Tensor] = None  # (batch / beam, heads, src_len, head_dim)
     cross_value: Optional[Tensor] = None
-    cross_mask: Optional[Tensor] = None  # (batch, 1, 1, src_len)
+    cross_mask: Optional[Tensor] = None  # (batch / beam, 1, 1, src_len)
+    beam: int = 1  # rows that share one source
     dropout: Dict[str, Tensor] = field(default_factory=dict)  # site -> 0 or 1 / (1 - p)
     cache: Union[EvaluationCache, DepthCache, None] = None
     stock_softmax: bool = False  # see _attend
@@ -86,14 +87,18 @@ class BoundField:
         def pick(tensor: Optional[Tensor]) -> Optional[Tensor]:
             return None if tensor is None else tensor.index_select(0, rows)
 
+        def pick_source(tensor: Optional[Tensor]) -> Optional[Tensor]:
+            return None if tensor is None else tensor.index_select(0, rows // self.beam)
+
         mask = self.self_mask
         return replace(
             self,
             padding=pick(self.padding),
             self_mask=mask if mask is None or mask.size(0) == 1 else pick(mask),
-            cross_key=pick(self.cross_key),
-            cross_value=pick(self.cross_value),
-            cross_mask=pick(self.cross_mask),
+            cross_key=pick_source(self.cross_key),
+            cross_value=pick_source(self.cross_value),
+            cross_mask=pick_source(self.cross_mask),
+            beam=1,
             cache=None if self.cache is None else self.cache.select(rows),
             rows=rows if self.rows is None else self.rows.index_select(0, rows),
             dropout={site: pick(mask) for site, mask in self.dropout.items()},
@@ -235,18 +240,20 @@ class _Field:
     def _cross_attention(self, x: Tensor, t: Tensor, bound: BoundField) -> Tensor:
         attn = self.encoder_attn
         query = _heads(self._project(attn.q_proj, x, t, "cross_query"), attn.num_heads)
+        dropout = bound.dropout.get("cross_weights")
         out, weights = _attend(
-            query,
+            _fold(query, bound.beam),
             bound.cross_key,
             bound.cross_value,
             bound.cross_mask,
             False,
-            bound.dropout.get("cross_weights"),
+            dropout if dropout is None else _fold(dropout, bound.beam),
             need_weights=bound.attention is not None,
             stock_softmax=bound.stock_softmax,
         )
+        out = _unfold(out, bound.beam)
         if bound.attention is not None:
-            bound.keep_attention(weights)
+            bound.keep_attention(_unfold(weights, bound.beam))
         return bound.drop("cross_attention", attn.out_proj(_merge(out)))
 
     def _feed_forward(self, x: Tensor, t: Tensor, bound: BoundField) -> Tensor:
@@ -371,12 +378,16 @@ class DecoderField(_Field, TransformerDecoderLayerBase):
             if "cross_key" not in kept:
                 states = encoder_out.transpose(0, 1)
                 attn = self.encoder_attn
+                if source is not None:
+                    states = _without_copies(states, getattr(attn, "beam_size", 1))
+                    kept["beam"] = len(x) // max(len(states), 1)
                 kept["cross_key"] = _heads(attn.k_proj(states), attn.num_heads)
                 kept["cross_value"] = _heads(attn.v_proj(states), attn.num_heads)
             bound.cross_key, bound.cross_value = kept["cross_key"], kept["cross_value"]
+            bound.beam = kept.get("beam", 1)
             src_len = bound.cross_key.size(2)
             if encoder_padding is not None:
-                bound.cross_mask = _key_mask(encoder_padding)
+                bound.cross_mask = _key_mask(encoder_padding[:: bound.beam])
             if need_attention:
                 bound.attention = {}
         bound.dropout = self._hold_dropout(x, src_len, 0 if cache is None else cache.length)
@@ -403,6 +414,25 @@ class DecoderField(_Field, TransformerDecoderLayerBase):
         return tuple(
             projected.unflatten(0, shape).transpose(0, 1) for projected in self._self_keys_values(x, t)
         )
+
+
+def _without_copies(states: Tensor, beam: int) -> Tensor:
+    """One of the ``beam`` rows that belong to each sentence, if they are equal; ``(batch, ...)``."""
+    if beam > 1 and len(states) % beam == 0:
+        groups = states.unflatten(0, (-1, beam))
+        if (groups == groups[:, :1]).all():
+            return groups[:, 0]
+    return states
+
+
+def _fold(x: Tensor, beam: int) -> Tensor:
+    """``(batch, heads, queries, ...)`` to ``(batch / beam, heads, beam * queries, ...)``."""
+    return x if beam == 1 else x.unflatten(0, (-1, beam)).transpose(1, 2).flatten(2, 3)
+
+
+def _unfold(x: Tensor, beam: int) -> Tensor:
+    """The inverse of :func:`_fold`."""
+    return x if beam == 1 else x.unflatten(2, (beam, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def _right_padded(padding: Tensor) -> bool:

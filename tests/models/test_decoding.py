@@ -141,6 +141,31 @@ def test_caches_move_with_the_beam(build, sample, options):
 
 
 @pytest.mark.parametrize("options", [GRIDS[1], EXACT[1], CACHED[1]], ids=name_of)
+def test_hypotheses_of_a_sentence_share_its_source(build, sample, options):
+    """And different sentences do not, even where a search has left its beam in the model."""
+    model = build("node_transformer", dtype=double, **options).eval()
+    batch = sample((6, 4, 5, 3), (4, 4, 4, 4))
+    tokens, encoder_out = batch["net_input"]["prev_output_tokens"], encode(model, batch)
+    expected = decode(model, encoder_out, tokens)
+    for layer in model.decoder.layers:
+        layer.encoder_attn.beam_size = 2  # what fairseq's search does
+    torch.testing.assert_close(decode(model, encoder_out, tokens), expected, rtol=0, atol=1e-9)
+
+    twice = torch.arange(4).repeat_interleave(2)
+    copies = model.encoder.reorder_encoder_out(encoder_out, twice)
+    state = {}
+    together = decode(model, copies, tokens[twice][:, :3], state)
+    torch.testing.assert_close(together, expected[twice][:, :3], rtol=0, atol=1e-9)
+    assert {len(cache["cross_key"]) for cache in state.values() if cache} == {4}
+    fewer = torch.tensor([3, 2, 7, 6])  # two sentences are finished, and hypotheses change places
+    model.decoder.reorder_incremental_state_scripting(state, fewer)
+    assert {len(cache["cross_key"]) for cache in state.values() if cache} == {2}
+    rest = model.encoder.reorder_encoder_out(copies, fewer)
+    output, _ = model.decoder(tokens[twice][fewer], encoder_out=rest, incremental_state=state)
+    torch.testing.assert_close(output, expected[twice][fewer][:, -1:], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("options", [GRIDS[1], EXACT[1], CACHED[1]], ids=name_of)
 def test_the_source_is_projected_once(build, sample, options):
     model = build("node_transformer", **options).eval()
     batch = sample(tgt_lengths=(5, 5, 5, 5))
@@ -162,7 +187,7 @@ def test_the_cache_does_not_grow_with_the_evaluations(build, sample, options):
     decode(model, encode(model, batch), batch["net_input"]["prev_output_tokens"], state)
     assert len(state) == len(model.decoder.layers)
     for cache in state.values():
-        lengths = {t.size(-2) for name, t in cache.items() if "cross" not in name and name != "padding"}
+        lengths = {kept.size(-2) for name, kept in cache.items() if name.startswith(("key", "value", "past"))}
         assert lengths == {6}
     if options in CACHED:
         assert cache["past"].size(1) == model.decoder.layers[0].decode_config.decode_nodes
