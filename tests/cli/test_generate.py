@@ -164,3 +164,11 @@ def test_a_checkpoint_of_either_task_translates_with_both(run, training, generat
     assert "valid_bleu" in log and "Depth of" not in log
     path = tmp_path / "checkpoint_last.pt"
     same(generate(path=path), generate(path=path, task="node_translation"))
+
+
+def test_tolerance_sweep(run, corpus, checkpoint, tmp_path):
+    command = ("scripts/tolerance_sweep.py", corpus, "--path", checkpoint, "--out", tmp_path / "sweep")
+    settings = ("--solvers", "bosh3", "--tolerances", "0.1", "--grids", "rk4:2")
+    output = run("python", *command, *settings, "--", "--cpu", "--beam", 1, "--max-len-b", 8)
+    assert "| bosh3 | 0.1 |" in output and "| rk4 | 2 |" in output
+    assert "another folder" in run.fails("python", *command, *settings, "--", "--cpu", "--beam", 2)
