@@ -255,3 +255,33 @@ def test_the_future_moves_adaptive_logits_by_about_the_tolerance(build, sample, 
         after, _ = model(**net_input)
         assert (before - after)[0, :4].abs().max() < 2 * tolerance
         assert (before - after)[0, 4:].abs().max() > 0.1
+
+
+@pytest.mark.parametrize("options", [GRIDS[-1], EXACT[1], CACHED[1]], ids=name_of)
+def test_decoding_in_half_precision(build, sample, options):
+    batch = sample(tgt_lengths=(5, 5, 5, 5))
+    tokens = batch["net_input"]["prev_output_tokens"]
+    reference = build("node_transformer", **options).eval()
+    half = build("node_transformer", dtype=torch.bfloat16, **options).eval()
+    expected = decode(reference, encode(reference, batch), tokens)
+    logits = decode(half, encode(half, batch), tokens)
+    assert logits.dtype == torch.bfloat16
+    torch.testing.assert_close(logits.float(), expected, rtol=0, atol=0.25)
+
+
+@pytest.mark.parametrize("options", [GRIDS[-1], EXACT[1], CACHED[1]], ids=name_of)
+def test_dropout_that_is_retained_reaches_every_position(build, sample, options):
+    """Attention dropout too, whose mask is as long as the cache (fairseq's --retain-dropout)."""
+    dropout = dict(dropout=0.3, attention_dropout=0.3, activation_dropout=0.3)
+    model = build("node_transformer", **options, **dropout).eval()
+    batch = sample(tgt_lengths=(5, 5, 5, 5))
+    tokens, encoder_out = batch["net_input"]["prev_output_tokens"], encode(model, batch)
+    plain = decode(model, encoder_out, tokens)
+    for module in model.decoder.modules():
+        if hasattr(module, "apply_during_inference"):
+            module.apply_during_inference = True
+    one, other = (decode(model, encoder_out, tokens) for _ in range(2))
+    assert torch.isfinite(one).all()
+    for position in range(5):
+        assert not torch.equal(one[:, position], other[:, position])
+        assert not torch.equal(one[:, position], plain[:, position])
