@@ -10,7 +10,8 @@ from typing import Callable, Optional
 
 import requests
 
-CHUNK = 1 << 20
+#: Bytes at a time; what a broken connection brought of the last of these is lost.
+CHUNK = 1 << 16
 #: Seconds without a byte after which a connection counts as broken.
 TIMEOUT = 30
 
@@ -102,7 +103,9 @@ def _fetch(url: str, part: Path, done: int, progress: Callable[[int, int], None]
         DownloadError: the server does not have it.
         requests.RequestException: the connection failed.
     """
-    headers = {"Range": f"bytes={done}-"} if done else {}
+    headers = {"Accept-Encoding": "identity"}  # lengths and ranges of the file itself
+    if done:
+        headers["Range"] = f"bytes={done}-"
     with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as answer:
         if answer.status_code == 416:  # nothing behind these bytes: they are all, or those of another file
             total = int(answer.headers.get("Content-Range", "*/0").rpartition("/")[2] or 0)

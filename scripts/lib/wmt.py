@@ -432,10 +432,12 @@ def mtdata_entry(name: str, languages: Sequence[str]) -> Tuple[str, List[str]]:
     """
     try:
         from mtdata.entry import DatasetId
-        from mtdata.index import Index
+        from mtdata.index import Index, statmt
     except ImportError:
         raise CorpusError("mtdata is not installed: pip install -e '.[data]'") from None
-    entry = Index.get_instance().entries.get(DatasetId.parse(name))
+    index = Index()  # of its own: the common one lists all of mtdata, in the user's home
+    statmt.load_all(index)
+    entry = index.entries.get(DatasetId.parse(name))
     if entry is None:
         raise CorpusError(f"this version of mtdata has no {name}; update it: pip install -U mtdata")
     # "training/europarl-v7.de-en.de": the language is the ending.
