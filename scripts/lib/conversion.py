@@ -97,7 +97,7 @@ def convert(state: Dict[str, Any], to: str = "auto") -> Conversion:
         ConversionError: it has no counterpart; naming the option and what to do.
     """
     before = state["cfg"]["model"]
-    kind = _kind(before)
+    kind = kind_of(before)
     direction = {"node": "stock", "stock": "node"}[kind] if to == "auto" else to
     if direction == kind:
         raise ConversionError(
@@ -148,7 +148,7 @@ def _remove(options: Options, prefix: str) -> None:
         del entries[name]
 
 
-def _kind(options: Options) -> str:
+def kind_of(options: Options) -> str:
     """``node`` or ``stock``.
 
     Raises:
