@@ -49,6 +49,7 @@ def main() -> None:
     )
     add("--bleu-sentences", type=int, default=200, metavar="N", help="for the curve (default: 200)")
     add("--beam", type=int, default=5, metavar="N", help="(default: 5)")
+    add("--max-len-b", type=int, default=200, metavar="N", help="longest translation (default: 200)")
     add("--remove-bpe", default="sentencepiece", metavar="HOW", help="as of fairseq (default: sentencepiece)")
     add("--max-tokens", type=int, default=4000, metavar="N", help="in a batch (default: 4000)")
     add("--cpu", action="store_true", help="use no GPU")
@@ -58,7 +59,7 @@ def main() -> None:
         parser.error(f"--out {args.out} exists; use another name, or --overwrite")
     if not args.out.parent.is_dir():
         parser.error(f"--out {args.out}: there is no folder {args.out.parent}; make it first")
-    for name in ("sentences", "bleu_sentences", "beam", "max_tokens"):
+    for name in ("sentences", "bleu_sentences", "beam", "max_tokens", "max_len_b"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; use 1 or more")
     for value in [*args.tolerances, *([] if args.tolerance is None else [args.tolerance])]:
@@ -144,7 +145,8 @@ def load(args, **options) -> depth.Loaded:
 
 def measure_point(args, loaded, label, batches):
     progress = lambda items: tqdm(items, desc=label)  # noqa: E731
-    return asdict(depth.point(loaded, label, batches, args.beam, args.remove_bpe, progress))
+    search = {"beam": args.beam, "max_len_b": args.max_len_b}
+    return asdict(depth.point(loaded, label, batches, search, args.remove_bpe, progress))
 
 
 class Measured:
@@ -154,7 +156,10 @@ class Measured:
         self.path = args.out.with_name(args.out.name + ".json")
         stat = os.stat(args.path)
         self.identity = {
-            **{name: getattr(args, name) for name in ("path", "data", "gen_subset", "sentences", "beam")},
+            **{
+                name: getattr(args, name)
+                for name in ("path", "data", "gen_subset", "sentences", "beam", "max_len_b")
+            },
             **{name: getattr(args, name) for name in ("bleu_sentences", "remove_bpe")},
             **{"size": stat.st_size, "changed": stat.st_mtime, "config": asdict(config)},
         }

@@ -327,12 +327,20 @@ def point(
     loaded: Loaded,
     label: str,
     all_batches: Sequence[Dict[str, Any]],
-    beam: int,
+    search: Dict[str, Any],
     bpe: Optional[str],
     progress: Callable = iter,
 ) -> Point:
-    """Translates and measures with the solver as it is set."""
-    generator = loaded.task.build_generator([loaded.model], argparse.Namespace(beam=beam))
+    """Translates and measures with the solver as it is set.
+
+    Args:
+        label: the point's name.
+        all_batches: what to translate.
+        search: options of fairseq's generator, such as ``beam``.
+        bpe: how pieces are put together, ``--remove-bpe`` of fairseq.
+        progress: wraps the batches as tqdm does.
+    """
+    generator = loaded.task.build_generator([loaded.model], argparse.Namespace(**search))
     pairs, sentences = [], []
     for batch in progress(all_batches):
         pairs += translate(loaded, batch, generator, bpe)
