@@ -104,7 +104,7 @@ else
     mkdir -p "$dir"
     logged "$dir/train$([[ $rank == 0 ]] || echo "-$rank").log" 'train_inner|valid on .valid|done training|[Ee]rror:' \
         fairseq-train "$data/data-bin" --user-dir "$user_dir" --save-dir "$dir" --max-update "$updates" \
-        --save-interval-updates "$interval" --keep-interval-updates "$average" --no-epoch-checkpoints \
+        --save-interval-updates "$interval" --keep-interval-updates "$average" --keep-last-epochs "$average" \
         --log-format simple --log-interval $((interval / 10)) "${where[@]}" "${options[@]}"
     [[ $rank == 0 ]] || exit 0
     rm -f "$dir"/{average.pt,test.out,test.hyp,test.bleu} "$dir"/trained-*
@@ -112,15 +112,16 @@ else
 fi
 [[ $rank == 0 ]] || exit 0
 
-# At the end of an epoch fairseq writes checkpoint_last.pt only, so that there may be one fewer.
-saved=("$dir"/checkpoint_*_*.pt)
-[[ ${#saved[@]} -ge $average ]] || average=${#saved[@]}
 say "Averaging the last $average checkpoints"
 if [[ -e $dir/average.pt ]]; then
     echo "$dir/average.pt is there already."
 else
-    python "$scripts/average_checkpoints.py" --inputs "$dir" --num-update-checkpoints "$average" \
-        --output "$dir/average.pt"
+    # What falls on the end of an epoch has the name of the epoch; a training too short for either, neither.
+    shopt -s nullglob
+    saved=("$dir"/checkpoint_*_*.pt "$dir"/checkpoint[0-9]*.pt)
+    [[ ${#saved[@]} -gt 0 ]] || saved=("$dir/checkpoint_last.pt")
+    mapfile -t newest < <(ls -t "${saved[@]}" | head -n "$average")
+    python "$scripts/average_checkpoints.py" --inputs "${newest[@]}" --output "$dir/average.pt"
 fi
 
 say "Translating newstest2014"
