@@ -34,6 +34,11 @@ class Run:
         """The best validation, in bits per piece: that of checkpoint_best.pt."""
         return min(statistics["nll_loss"] for statistics in self.training.valid.values())
 
+    @property
+    def minutes(self) -> float:
+        """Time spent on updates, of a training that was stopped and went on too."""
+        return sum(statistics["train_wall"] for statistics in self.training.train.values()) / 60
+
     def nfe(self, side: str) -> str:
         """Evaluations per sentence at the last validation; "-" for a stock model."""
         value = self.training.final.get(f"nfe_{side}")
@@ -110,11 +115,12 @@ def table(runs: Sequence[Run], references: Sequence[str], baseline: str, samples
         lines.append(
             f"| {run.name} | {run.training.parameters:,} | {run.training.updates:,} | {run.nll:.3f} "
             f"| {score:.2f} | {significance} "
-            f"| {run.nfe('encoder')}, {run.nfe('decoder')} | {run.training.seconds / 60:.0f} min "
+            f"| {run.nfe('encoder')}, {run.nfe('decoder')} | {run.minutes:.0f} min "
             f"| {run.tokens_per_second:.0f} |"
         )
     notes = (
         f"BLEU: sacrebleu `{signature}`; p: paired bootstrap against {baseline}; valid nll: bits per piece, "
-        "the best validation; NFE: per sentence, all blocks, at the last validation; tokens/s: translating."
+        "the best validation; NFE: per sentence, all blocks, at the last validation; training: the updates alone; tokens/s: "
+        "translating."
     )
     return "\n".join(lines) + "\n\n" + notes
