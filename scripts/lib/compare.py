@@ -120,7 +120,7 @@ def table(runs: Sequence[Run], references: Sequence[str], baseline: str, samples
         )
     notes = (
         f"BLEU: sacrebleu `{signature}`; p: paired bootstrap against {baseline}; valid nll: bits per piece, "
-        "the best validation; NFE: per sentence, all blocks, at the last validation; training: the updates alone; tokens/s: "
-        "translating."
+        "the best validation; NFE: per sentence, all blocks, at the last validation; training: the "
+        "updates alone; tokens/s: translating."
     )
     return "\n".join(lines) + "\n\n" + notes
