@@ -79,7 +79,7 @@ def main() -> None:
         sys.exit(f"{parser.prog}: error: {error}")
     except KeyboardInterrupt:
         sys.exit(f"\n{parser.prog}: interrupted; what is complete is kept, call this again to go on")
-    print(f"\nNext: DATA={settings.out} bash scripts/train_wmt14_en_de.sh")
+    print(f"\n{settings.out}/data-bin is ready; next: DATA={settings.out} bash scripts/train_wmt14_en_de.sh")
 
 
 if __name__ == "__main__":

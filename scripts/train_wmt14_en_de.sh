@@ -74,6 +74,10 @@ updates=${UPDATES:-$updates} average=${AVERAGE:-$average} tokens=${MAX_TOKENS:-$
 visible=$(python -c 'import torch; print(torch.cuda.device_count())')
 gpus=${GPUS:-$visible}
 [[ $gpus -le $visible ]] || die "GPUS is $gpus, but this machine has $visible: use at most that."
+if [[ $gpus -lt $visible ]]; then # fairseq takes all that it sees
+    export CUDA_VISIBLE_DEVICES
+    CUDA_VISIBLE_DEVICES=$(tr , '\n' <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((visible - 1)))}" | head -n "$gpus" | paste -sd, -)
+fi
 workers=$((nodes * (gpus > 0 ? gpus : 1)))
 # batch = tokens on a GPU x GPUs x updates in one: the last first, then the tokens that make it exact.
 frequency=$(((batch + tokens * workers - 1) / (tokens * workers)))
