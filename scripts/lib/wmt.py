@@ -15,7 +15,8 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
@@ -158,6 +159,7 @@ class Step:
         disk: bytes that it needs, about.
         seconds: that it takes, about.
         make: makes it at the path that it is given.
+        cached: bytes that it needs in the folder for downloads.
         done: whether it is there already.
     """
 
@@ -166,7 +168,8 @@ class Step:
     disk: float
     seconds: float
     make: Callable[[Path], None]
-    done: bool = field(default=False)
+    cached: float = 0.0
+    done: bool = False
 
 
 class Preparation:
@@ -230,8 +233,8 @@ class Preparation:
             ),
         ]
         if not self.settings.train:
-            get = Step("corpus/raw.json", "downloads", missing + text, archives / NETWORK, self._make_raw)
-            steps.insert(1, get)
+            took = archives / NETWORK
+            steps.insert(1, Step("corpus/raw.json", "downloads", 0.0, took, self._make_raw, missing + text))
         for step in steps:
             step.done = (self.out / step.name).exists()
         return steps
@@ -247,10 +250,14 @@ class Preparation:
         """The plan, for people."""
         rows = [("step", "makes", "disk", "time")]
         for step in self.steps:
-            cost = ("there already", "") if step.done else (size(step.disk), duration(step.seconds))
+            cost = (
+                ("there already", "")
+                if step.done
+                else (size(step.disk + step.cached), duration(step.seconds))
+            )
             rows.append((step.what, step.name, *cost))
-        total = sum(step.disk for step in self.missing), sum(step.seconds for step in self.missing)
-        rows.append(("in all, about", "", size(total[0]), duration(total[1])))
+        disk = sum(step.disk + step.cached for step in self.missing)
+        rows.append(("in all, about", "", size(disk), duration(sum(step.seconds for step in self.missing))))
         widths = [max(map(len, column)) for column in zip(*rows)]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
@@ -261,15 +268,22 @@ class Preparation:
         Raises:
             CorpusError: there is too little room for these steps.
         """
-        folder = self.out
-        while not folder.exists():
-            folder = folder.parent
-        need, free = sum(step.disk for step in steps), shutil.disk_usage(folder).free
-        if free < need:
-            raise CorpusError(
-                f"about {size(need)} are needed in {self.out}, but only {size(free)} are free: make room, or "
-                "use --out (and --cache) on another disk, or --ignore-disk if you know better"
-            )
+        needs: Dict[int, float] = Counter()
+        for wanted, need in (
+            (self.out, sum(step.disk for step in steps)),
+            (self.cache, sum(step.cached for step in steps)),
+        ):
+            folder = wanted
+            while not folder.exists():
+                folder = folder.parent
+            disk = folder.stat().st_dev  # both may be on one
+            needs[disk] += need
+            free = shutil.disk_usage(folder).free
+            if free < needs[disk]:
+                raise CorpusError(
+                    f"about {size(needs[disk])} are needed in {wanted}, but only {size(free)} are free: make "
+                    "room, or use --out or --cache on another disk, or --ignore-disk if you know better"
+                )
 
     def run(self, ignore_disk: bool = False) -> None:
         """Makes what is missing.
@@ -300,7 +314,7 @@ class Preparation:
                 remove(part)
                 raise CorpusError(
                     f"the disk of {self.out} is full; what is complete is kept: make room for about "
-                    f"{size(step.disk)} and call this again"
+                    f"{size(step.disk + step.cached)} and call this again"
                 ) from None
             os.replace(part, target)
 
