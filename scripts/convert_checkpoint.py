@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 
-from lib.conversion import convert, load  # noqa: E402
+from lib.conversion import ConversionError, convert, load  # noqa: E402
 
 
 def main() -> None:
@@ -49,8 +49,10 @@ def main() -> None:
         parser.error(f"--output {args.output}: there is no folder {folder}; make it first")
     try:
         result = convert(load(args.input), args.to)
-    except (OSError, RuntimeError, ValueError) as error:
+    except ConversionError as error:
         sys.exit(f"{parser.prog}: error: {args.input}: {error}")
+    except (OSError, RuntimeError) as error:
+        sys.exit(f"{parser.prog}: error: {error}")
     # Whole or not at all.
     torch.save(result.state, args.output + ".part")
     os.replace(args.output + ".part", args.output)

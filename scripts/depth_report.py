@@ -72,7 +72,7 @@ def main() -> None:
     try:
         report = measure(args)
     except (OSError, RuntimeError, ValueError) as error:
-        sys.exit(f"{parser.prog}: error: {args.path}: {error}")
+        sys.exit(f"{parser.prog}: error: {error}")
     part = args.out.with_name(args.out.name + ".part")
     part.write_text(depth_html.render(report), encoding="utf-8")
     os.replace(part, args.out)

@@ -78,9 +78,9 @@ def load(path: str) -> Dict[str, Any]:
         state = checkpoint_utils.load_checkpoint_to_cpu(path)
     except (KeyError, TypeError, AttributeError):
         # fairseq's upgrade of old checkpoints expects its own entries.
-        raise ConversionError(f"{path} is not a checkpoint that fairseq-train wrote; give one") from None
+        raise ConversionError("it is not a checkpoint that fairseq-train wrote; give one") from None
     if not state.get("model") or state.get("cfg") is None:
-        raise ConversionError(f"{path} holds no model with its options; give one that fairseq-train wrote")
+        raise ConversionError("it holds no model with its options; give one that fairseq-train wrote")
     state["cfg"] = OmegaConf.to_container(state["cfg"], resolve=True, enum_to_str=True)
     state["args"] = None
     return state
@@ -248,10 +248,12 @@ def _words(size: int) -> Dictionary:
 
 def _build(options: Options, weights: Dict[str, torch.Tensor]) -> torch.nn.Module:
     """The model, with dictionaries of the right sizes in place of the real ones."""
+    embeddings = [weights.get(f"{side}.embed_tokens.weight") for side in ("encoder", "decoder")]
+    if any(each is None for each in embeddings):
+        raise ConversionError("its weights are not those of a Transformer for translation")
 
     class Task:
-        source_dictionary = _words(len(weights["encoder.embed_tokens.weight"]))
-        target_dictionary = _words(len(weights["decoder.embed_tokens.weight"]))
+        source_dictionary, target_dictionary = (_words(len(each)) for each in embeddings)
 
     options = copy.deepcopy(options)
     # Files of initial embeddings: the checkpoint has what became of them.

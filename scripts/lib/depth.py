@@ -65,15 +65,15 @@ def load(path: str, data: str, cpu: bool = False, **options: Any) -> Loaded:
         fairseq_node.compat.CheckpointError, OSError: it cannot be loaded.
     """
     with contextlib.ExitStack() as stack:
-        state = conversion.load(path)
         try:
+            state = conversion.load(path)
             converted = conversion.kind_of(state["cfg"]["model"]) == "stock"
             if converted:
                 folder = stack.enter_context(tempfile.TemporaryDirectory())
                 path = os.path.join(folder, "node.pt")
                 torch.save(conversion.convert(state, "node").state, path)
         except conversion.ConversionError as error:
-            raise ReportError(str(error)) from None
+            raise ReportError(f"{path}: {error}") from None
         models, _, task = checkpoint_utils.load_model_ensemble_and_task([path], {"data": data, **options})
     device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
     return Loaded(models[0].to(device).eval(), task, device, converted)
