@@ -49,7 +49,7 @@ get() {
             die "$from has no $name: give the folder with Multi30k's raw files of task 1, or none to download them."
         cp "$from/$name" "$file.part"
     else
-        curl --fail --location --silent --show-error --retry 3 --continue-at - --output "$file.part" "$url/$name" ||
+        curl --fail --location --silent --show-error --retry 3 --output "$file.part" "$url/$name" ||
             die "$url/$name could not be downloaded (above): call this again, or give a folder that has it."
     fi
     gzip --test "$file.part" 2>/dev/null || {
