@@ -13,6 +13,8 @@
 # GPUs, by --update-freq. It may be stopped at any time and goes on, on another number of GPUs if need be.
 # In DIR: train.log, the last checkpoints, average.pt, test.out, test.hyp, test.bleu. Environment variables:
 #   MODEL=node|stock    continuous depth (bosh3, tolerance 0.1), or fairseq's transformer (default: node)
+#   NORM=pre|post       where layer norms are: before, a smoother field of fewer steps; after, as in the papers
+#                       (default: pre)
 #   DATA=DIR            what scripts/prepare_wmt14.py made (default: data/wmt14_en_de)
 #   DIR=DIR             folder for the run (default: checkpoints/wmt14_en_de_MODEL_SIZE)
 #   GPUS=N              GPUs of this machine to use (default: all)
@@ -68,6 +70,11 @@ node)
     variant+=(--node-solver bosh3 --node-rtol 0.1 --node-atol 0.1)
     ;;
 *) die "MODEL is $model: use node or stock." ;;
+esac
+case ${NORM:-pre} in
+pre) variant+=(--encoder-normalize-before --decoder-normalize-before) ;;
+post) ;;
+*) die "NORM is $NORM: use pre or post." ;;
 esac
 updates=${UPDATES:-$updates} average=${AVERAGE:-$average} tokens=${MAX_TOKENS:-$tokens}
 
