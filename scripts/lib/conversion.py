@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-from dataclasses import dataclass, fields, replace
-from typing import Any, Dict, List, Tuple, Union
+from dataclasses import dataclass, fields
+from typing import Any, Dict, List, Union
 
 import torch
 from fairseq import checkpoint_utils
@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 
 import fairseq_node  # noqa: F401 (has fairseq load data only; registers the architectures)
 from fairseq_node.models.node_transformer import ARCHITECTURES, NodeOptions, NodeTransformerModel, OptionError
+from fairseq_node.modules.solver import SolverConfig
 
 #: fairseq's criteria that ours (``NAME_with_path``) are with a weight of 0: the class names of both.
 CRITERIA = {
@@ -286,14 +287,13 @@ def _compare(source: torch.nn.Module, target: torch.nn.Module) -> float:
     Raises:
         ConversionError: it is more than rounding.
     """
-    undo = [_as_one_euler_step(model) for model in (source, target)]
-    try:
-        sentences = _sentences(source)
-        valid = sentences["prev_output_tokens"] != target.decoder.dictionary.pad()
-        logits = [model(**sentences)[0][valid].float() for model in (source, target)]
-    finally:
-        for restore in undo:
-            restore()
+    for model in (source, target):
+        for module in model.modules():
+            if hasattr(module, "solver_config"):
+                module.solver_config = SolverConfig(solver="euler")
+    sentences = _sentences(source)
+    valid = sentences["prev_output_tokens"] != target.decoder.dictionary.pad()
+    logits = [model(**sentences)[0][valid].float() for model in (source, target)]
     difference = float((logits[0] - logits[1]).abs().max())
     if not difference <= AGREEMENT * float(logits[0].abs().max().clamp(min=1.0)):
         raise ConversionError(
@@ -301,23 +301,6 @@ def _compare(source: torch.nn.Module, target: torch.nn.Module) -> float:
             "written; please report this with the architecture and its options"
         )
     return difference
-
-
-def _as_one_euler_step(model: torch.nn.Module):
-    """Sets the solver of a node model; returns what puts it back."""
-    before: List[Tuple[Any, Any]] = []
-    for module in model.modules():
-        if hasattr(module, "solver_config"):
-            before.append((module, module.solver_config))
-            module.solver_config = replace(
-                module.solver_config, solver="euler", steps=1, time=1.0, gradient="backprop"
-            )
-
-    def restore():
-        for module, config in before:
-            module.solver_config = config
-
-    return restore
 
 
 def _sentences(model: torch.nn.Module) -> Dict[str, torch.Tensor]:
