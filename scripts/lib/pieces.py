@@ -4,29 +4,33 @@
 import argparse
 import itertools
 from pathlib import Path
-from typing import Sequence
+from typing import Callable, Sequence
 
 import sentencepiece
 
 
-def learn(files: Sequence[Path], model: Path, vocab_size: int, longest: int = 16) -> None:
-    """Writes ``model`` (NAME.model, and NAME.vocab beside it): BPE, of up to ``longest`` letters."""
+def learn(
+    files: Sequence[Path], model: Path, vocab_size: int, longest: int = 16, coverage: float = 1.0
+) -> None:
+    """Writes ``model`` (NAME.model, and NAME.vocab beside it): BPE, of up to ``longest`` letters; the
+    rarest characters, a share of 1 - ``coverage`` of the text, get no pieces."""
     sentencepiece.SentencePieceTrainer.train(
         input=[str(file) for file in files],
         model_prefix=str(model.with_suffix("")),
         model_type="bpe",
         vocab_size=vocab_size,
         max_sentencepiece_length=longest,
-        character_coverage=1.0,
+        character_coverage=coverage,
         num_threads=1,  # the same pieces on every machine
         minloglevel=1,
     )
 
 
-def encode(model: Path, source: Path, target: Path) -> None:
+def encode(model: Path, source: Path, target: Path, progress: Callable = iter) -> None:
+    """Writes the pieces of every line; ``progress`` wraps the lines as tqdm does."""
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(model))
     with open(source, encoding="utf-8") as lines, open(target, "w", encoding="utf-8") as out:
-        for line in lines:
+        for line in progress(lines):
             print(*pieces.encode(line.rstrip("\n"), out_type=str), file=out)
 
 
