@@ -32,6 +32,8 @@ def test_a_run_killed_at_random_moments_is_the_undisturbed_run(run, training, tm
     moments = []
     for kill in range(KILLS):
         log = tmp_path / f"log{kill}"
+        for left_behind in killed.glob("*.tmp"):
+            left_behind.unlink()
         with log.open("w") as file:
             process = run.start("fairseq-train", *training(killed, *options), stdout=file, stderr=file)
         while '"update"' not in log.read_text():

@@ -21,30 +21,11 @@ def records(output):
 def test_two_workers_are_one_with_the_same_batch(run, training, tmp_path, gradient):
     """Loss curve, parameters and statistics; sentences, and so workers, with different NFE. The number
     of batches is odd: one worker gets a dummy batch in the last update of an epoch."""
-    options = [
-        "--node-solver",
-        "bosh3",
-        "--node-rtol",
-        0.02,
-        "--node-atol",
-        0.02,
-        "--node-gradient",
-        gradient,
-    ]
-    options += [
-        "--dropout",
-        0.0,
-        "--max-tokens",
-        100,
-        "--update-freq",
-        2,
-        "--max-epoch",
-        1,
-        "--max-tokens-valid",
-        40,
-    ]
-    options += ["--path-penalty", "arclength", "--path-weight", 0.1, "--path-warmup-updates", 3]
-    options += ["--node-step-control", "batch"] if gradient == "adjoint" else []
+    options = ("--node-solver", "bosh3", "--node-rtol", 0.02, "--node-atol", 0.02)
+    options += ("--node-gradient", gradient, "--dropout", 0.0, "--update-freq", 2, "--max-epoch", 1)
+    options += ("--max-tokens", TOKENS, "--max-tokens-valid", 40)
+    options += ("--path-penalty", "arclength", "--path-weight", 0.1, "--path-warmup-updates", 3)
+    options += ("--node-step-control", "batch") if gradient == "adjoint" else ()
     one, two = tmp_path / "one", tmp_path / "two"
     logs = [
         records(run("fairseq-train", *training(one, *options))),
@@ -63,8 +44,10 @@ def test_two_workers_are_one_with_the_same_batch(run, training, tmp_path, gradie
             plain = name.replace("train_", "").replace("valid_", "")
             if plain in STATISTICS + PERCENTILES:
                 assert float(double[name]) == pytest.approx(float(single[name]), rel=1e-3, abs=2e-3), name
-                differing.add(float(single[name])) if plain == "nfe_decoder" else None
-    assert len(differing) > 2
+                if plain == "nfe_decoder":
+                    differing.add(float(single[name]))
+    # One step size for the batch: all of these batches take the same number of steps.
+    assert len(differing) > 2 or gradient == "adjoint"
     assert {f"train_{name}" for name in STATISTICS} <= logs[1][-1].keys() | logs[1][-2].keys()
     valid = next(record for record in logs[1] if "valid_loss" in record)
     assert {f"valid_{name}" for name in PERCENTILES} <= valid.keys()

@@ -55,7 +55,7 @@ def test_circle():
     torch.testing.assert_close(mean[:, 1], 2 * (math.pi * radius) ** 2, rtol=1e-6, atol=0)
 
 
-def polyline(layer, x, padding, norm, points=400):
+def polyline(layer, x, padding, norm, points=150):
     """Arclength and kinetic energy of a block by torchdiffeq, from differences of a fine grid's states."""
     y0 = x.transpose(0, 1)
     field = layer.bind(y0, padding, None)
