@@ -296,8 +296,8 @@ def _quiet() -> None:
 
 
 def install() -> None:
-    """Makes fairseq load its checkpoints, safely. May be called any number of times."""
-    from fairseq import checkpoint_utils
+    """Makes fairseq load its checkpoints, safely; the repairs below. May be called any number of times."""
+    from fairseq import checkpoint_utils, models
     from fairseq.data import data_utils
     from fairseq.distributed import utils as distributed_utils
 
@@ -309,6 +309,28 @@ def install() -> None:
     checkpoint_utils.PathManager = _AtomicPathManager
     if data_utils.batch_by_size.__module__ != __name__:
         data_utils.batch_by_size = _keep_last_batch(data_utils.batch_by_size)
+    if models.build_model.__module__ != __name__:
+        models.build_model = _remember_class(models.build_model)
+
+
+def _remember_class(build_model):
+    """For :func:`built_model_class`: fairseq shows a criterion the model first in its forward, when
+    the data has been read."""
+
+    @functools.wraps(build_model)
+    def remember(cfg, task, *args, **kwargs):
+        model = build_model(cfg, task, *args, **kwargs)
+        with contextlib.suppress(AttributeError):  # a task that takes no attributes
+            task.node_model_class = type(model)
+        return model
+
+    remember.__module__ = __name__
+    return remember
+
+
+def built_model_class(task) -> Optional[type]:
+    """The class of the model that was last built for a task, or None if that is not known."""
+    return getattr(task, "node_model_class", None)
 
 
 def _keep_last_batch(batch_by_size):

@@ -12,6 +12,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.logging import metrics
 
+from fairseq_node import compat
 from fairseq_node.models.node_transformer import OptionError
 from fairseq_node.modules import path
 
@@ -67,17 +68,57 @@ class _Observed:
         return getattr(self.model, name)
 
 
-class _SumLater:
-    """A sum that is taken when the logging outputs are added up: backward, which does the counting,
-    runs between the criterion and that moment."""
+class _LoggingOutput(dict):
+    """A logging output whose callable values are computed when they are read: backward, which does
+    some of the counting, runs between the criterion and that moment. What is read is always a tensor,
+    so that all workers reduce the same things, those with a dummy batch too."""
 
-    def __init__(self, tensors):
-        self.tensors = tensors
+    def __getitem__(self, key):
+        value = super().__getitem__(key)
+        return value() if callable(value) else value
 
-    def __add__(self, other):
-        return sum(tensor.sum() for tensor in self.tensors) + other
+    def get(self, key, default=None):
+        return self[key] if key in self else default
 
-    __radd__ = __add__
+
+class _Histogram(torch.Tensor):
+    """Counts that fairseq-validate, which prints every logging output, shows as their total."""
+
+    def tolist(self):
+        return int(self.sum())
+
+
+#: NFE up to here have a bin each; above, a bin is 1/64 of an octave wide (1 %), up to 2^17.
+EXACT_BINS, BINS_PER_OCTAVE, OCTAVES = 128, 64, 10
+
+
+def histogram(nfe: torch.Tensor) -> torch.Tensor:
+    """Sentences by their NFE: counts that can be added up over batches and workers.
+
+    Args:
+        nfe: evaluations of each sentence, ``(batch,)``, >= 0.
+    """
+    octaves = (nfe.clamp(min=EXACT_BINS).double() / EXACT_BINS).log2()
+    above = EXACT_BINS + (octaves * BINS_PER_OCTAVE).long().clamp(max=OCTAVES * BINS_PER_OCTAVE - 1)
+    bins = torch.where(nfe < EXACT_BINS, nfe.long(), above)
+    counts = torch.zeros(EXACT_BINS + OCTAVES * BINS_PER_OCTAVE, dtype=torch.double, device=nfe.device)
+    # Not bincount, which would wait for the device.
+    return counts.scatter_add_(0, bins, torch.ones_like(bins, dtype=torch.double)).as_subclass(_Histogram)
+
+
+def percentile(counts: torch.Tensor, percent: float) -> float:
+    """The smallest NFE that at least so many percent of the sentences do not exceed (nearest rank);
+    above ``EXACT_BINS`` to 1 %.
+
+    Args:
+        counts: sums of :func:`histogram`.
+        percent: in (0, 100].
+    """
+    total = counts.cumsum(0)
+    bin_ = int(torch.searchsorted(total, total[-1:] * percent / 100))
+    if bin_ < EXACT_BINS:
+        return bin_
+    return round(EXACT_BINS * 2 ** ((bin_ - EXACT_BINS) / BINS_PER_OCTAVE))
 
 
 class _WithPath:
@@ -93,19 +134,23 @@ class _WithPath:
             raise OptionError(f"--path-weight is {weight}; use 0 or a positive number such as 0.01")
         if warmup_updates < 0:
             raise OptionError(f"--path-warmup-updates is {warmup_updates}; use 0 or more")
-        self.path_penalty = penalty
+        self.path_penalty = str(penalty)  # fairseq's commands bring a member of the enum
         self.path_weight = weight if penalty != "none" else 0.0
-        self.path_sides = SIDES if scope == "both" else (scope,)
+        self.path_sides = SIDES if scope == "both" else (str(scope),)
         self.path_warmup_updates = warmup_updates
         self.path_config = path.PathConfig(norm=norm, gradient=self.path_weight > 0)
 
+    @classmethod
+    def build_criterion(cls, cfg, task):
+        """Construct a criterion from command-line args; fairseq has built the model before."""
+        model_class = compat.built_model_class(task)
+        if model_class is not None:
+            _refuse_without_path(model_class)
+        return super().build_criterion(cfg, task)
+
     def forward(self, model, sample, reduce=True):
         """See fairseq's criterion; the loss includes the penalty, ``logging_output`` the statistics."""
-        if not hasattr(model, "integrate_path"):
-            raise OptionError(
-                "--criterion ..._with_path needs a model with a path through depth; use "
-                "--arch node_transformer, or fairseq's own criterion for this model"
-            )
+        _refuse_without_path(model)
         model.integrate_path(self.path_config)
         observed = _Observed(model)
         loss, sample_size, logging_output = super().forward(observed, sample, reduce=reduce)
@@ -113,17 +158,19 @@ class _WithPath:
         weight = self.path_weight
         if self.path_warmup_updates > 0:
             weight = weight * min(1.0, model.num_updates / self.path_warmup_updates)
-        if weight > 0 and reduce:
-            per_sentence = sum(
-                getattr(record, self.path_penalty) for side in self.path_sides for record in records[side]
+        if self.path_weight > 0 and reduce:
+            per_sentence = _total(
+                [getattr(record, self.path_penalty) for side in self.path_sides for record in records[side]],
+                logging_output,
             )
             penalty = (per_sentence * self._weights(sample).to(per_sentence)).sum()
             logging_output["path_loss"] = penalty.data
-            loss = loss + weight * penalty.to(loss.dtype)
-            logging_output["loss"] = loss.data
+            if weight > 0:
+                loss = loss + weight * penalty.to(loss.dtype)
+                logging_output["loss"] = loss.data
         with torch.no_grad():
-            logging_output.update(_statistics(records))
-        return loss, sample_size, logging_output
+            logging_output.update(_statistics(records, logging_output, distribution=not self.training))
+        return loss, sample_size, _LoggingOutput(logging_output)
 
     def _weights(self, sample):
         """How often a sentence's loss counts in the sample size, ``(batch,)``."""
@@ -146,6 +193,21 @@ class _WithPath:
         for name in STATISTICS:
             if any(name in log for log in logging_outputs):
                 metrics.log_scalar(name, total(name) / sentences, sentences, round=3)
+        for side in SIDES:
+            if any(_counts_of(side) in log for log in logging_outputs):
+                # A plain tensor, since meters are stored in checkpoints.
+                counts = total(_counts_of(side)).as_subclass(torch.Tensor).cpu()
+                metrics.log_scalar_sum(_counts_of(side), counts)
+                for percent in PERCENTILES:
+                    metrics.log_derived(f"nfe_{side}_p{percent}", _percentile_of(side, percent))
+
+
+def _refuse_without_path(model) -> None:
+    if not hasattr(model, "integrate_path"):
+        raise OptionError(
+            "--criterion ..._with_path needs a model with a path through depth; use "
+            "--arch node_transformer, or fairseq's own criterion for this model"
+        )
 
 
 STATISTICS = (
@@ -155,18 +217,43 @@ STATISTICS = (
     *(f"arclength_{side}" for side in SIDES),
     "node_unfinished",
 )
+PERCENTILES = (50, 95)
 
 
-def _statistics(records) -> dict:
+def _counts_of(side):
+    return f"_nfe_{side}_counts"  # fairseq does not show what starts with an underscore
+
+
+def _percentile_of(side, percent):
+    def derive(meters):
+        return percentile(meters[_counts_of(side)].sum, percent)
+
+    return derive
+
+
+def _total(of_blocks, logging_output):
+    """Sum over blocks, ``(batch,)``; zeros where LayerDrop has left none."""
+    zeros = torch.zeros(logging_output["nsentences"], device=logging_output["loss"].device)
+    return sum(of_blocks, zeros)
+
+
+def _statistics(records, logging_output, distribution):
     """Sums over the sentences of the batch, each the sum over a side's blocks; tensors, so that
-    nothing waits for the device."""
+    nothing waits for the device. With ``distribution``, histograms of NFE too."""
     every = [record for side in SIDES for record in records[side]]
-    result = {"nfe_backward": _SumLater([record.nfe_backward for record in every])}
+
+    def total(name, of=every):
+        return _total([getattr(record, name) for record in of], logging_output)
+
+    result = {"nfe_backward": lambda: total("nfe_backward").sum()}
     for side in SIDES:
-        result[f"nfe_{side}"] = sum(record.nfe.sum() for record in records[side])
-        result[f"arclength_{side}"] = sum(record.arclength.sum() for record in records[side])
-    result["steps_rejected"] = sum(record.rejected.sum() for record in every)
-    result["node_unfinished"] = sum(record.unfinished.sum() for record in every)
+        nfe = total("nfe", records[side])
+        result[f"nfe_{side}"] = nfe.sum()
+        result[f"arclength_{side}"] = total("arclength", records[side]).sum()
+        if distribution:
+            result[_counts_of(side)] = histogram(nfe)
+    result["steps_rejected"] = total("rejected").sum()
+    result["node_unfinished"] = total("unfinished").sum()
     return result
 
 

@@ -20,6 +20,8 @@ from fairseq.models.transformer import (
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from fairseq_node import distributed
+from fairseq_node.distributed import OptionError
 from fairseq_node.modules import cache, solver, vector_field
 from fairseq_node.modules.cache import DecodeConfig
 from fairseq_node.modules.node_layer import NodeDecoderLayer, NodeEncoderLayer, SolveRecord
@@ -31,14 +33,6 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT = SolverConfig()
 _ADDITIVE_NODES = DecodeConfig.decode_nodes + 2 * vector_field.TIME_FREQUENCIES
-
-
-class OptionError(SystemExit, ValueError):
-    """An option that cannot be used, in one sentence.
-
-    On a command line it ends the program with its sentence and no traceback; as a library, catch
-    ``ValueError``.
-    """
 
 
 # No postponed annotations in this module: fairseq reads the types of these fields.
@@ -268,6 +262,8 @@ def _complete(args, preset) -> None:
         logger.info("--node-steps is not used by --node-solver %s", options.node_solver)
     setattr(options, _COMPLETE, True)
     _check(options)
+    if fresh:
+        distributed.check(options)
     for name, value in vars(options).items():
         if isinstance(args, argparse.Namespace):
             setattr(args, name, value)
