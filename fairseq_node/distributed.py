@@ -66,8 +66,11 @@ def _check_launcher(workers: int, use_cuda: bool) -> None:
         )
 
 
+def _has_fairscale() -> bool:
+    return importlib.util.find_spec("fairscale") is not None
+
+
 def _check_memory_savers(args) -> None:
-    has_fairscale = importlib.util.find_spec("fairscale") is not None
     backend = str(args.ddp_backend)
     if backend == "fully_sharded":
         raise OptionError(
@@ -75,12 +78,12 @@ def _check_memory_savers(args) -> None:
             "evaluated many times, in backward too; use --ddp-backend pytorch_ddp, and --zero-sharding "
             "os or --node-gradient checkpoint to save memory"
         )
-    if backend == "slowmo" and not has_fairscale:
+    if backend == "slowmo" and not _has_fairscale():
         raise OptionError(
             "--ddp-backend slowmo needs the package fairscale, which is not installed; pip install "
             "fairscale, or use --ddp-backend pytorch_ddp"
         )
-    if str(getattr(args, "zero_sharding", "none")) != "none" and not has_fairscale:
+    if str(getattr(args, "zero_sharding", "none")) != "none" and not _has_fairscale():
         raise OptionError(
             "--zero-sharding os needs the package fairscale, which is not installed; pip install "
             "fairscale, or use --zero-sharding none"

@@ -8,7 +8,7 @@
 #
 # torchrun:  torchrun --nproc-per-node 8 [--nnodes ...] --no-python bash scripts/train_distributed.sh -- ...
 # Slurm:     srun --ntasks-per-node 8 --gpus-per-node 8 bash scripts/train_distributed.sh -- ...
-#            One task per GPU, every task sees all GPUs of its node. fairseq asks Slurm for the first
+#            One task per GPU, or per node; every task sees all GPUs of its node. fairseq asks Slurm for the first
 #            node's name; --distributed-port defaults to one that follows from the job's number.
 # Under either the number of workers is theirs; --workers is not for them.
 #
@@ -63,6 +63,8 @@ if [[ -n $launcher ]]; then
         "train $processes separate models; run this script without $launcher and with --workers $processes"
     [[ -z $workers ]] || fail "--workers $workers is $launcher's to say; leave it out"
     workers=$processes
+    # With one task per node fairseq spawns a worker per GPU from each.
+    if [[ $launcher == srun && $processes -eq ${SLURM_NNODES:-0} ]]; then workers=$((processes * gpus)); fi
 fi
 workers=${workers:-$((gpus > 0 ? gpus : 1))}
 if [[ -z $launcher && $gpus -gt 0 && $workers -gt $gpus ]]; then
@@ -84,8 +86,8 @@ if [[ -z $keep && $workers -gt 1 ]]; then
     for one in ${frequency//,/ }; do
         [[ $one =~ ^[1-9][0-9]*$ ]] || fail "--update-freq is '$frequency'; use numbers such as $workers"
         ((one % workers == 0)) || fail "--update-freq $one cannot be shared by $workers workers; use" \
-            "--update-freq $(((one + workers - 1) / workers * workers)) (what one worker would need for the" \
-            "batch; halve --max-tokens to keep it), or --keep-update-freq"
+            "--update-freq $(((one + workers - 1) / workers * workers)) with a --max-tokens so many times smaller," \
+            "or --keep-update-freq for a larger batch"
         divided+=($((one / workers)))
     done
     arguments+=(--update-freq "$(IFS=,; echo "${divided[*]}")")
