@@ -80,12 +80,16 @@ class _LoggingOutput(dict):
     def get(self, key, default=None):
         return self[key] if key in self else default
 
+    def keys(self):
+        """Without histograms where there is nothing to reduce: fairseq-validate prints all there is."""
+        reduced = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return [key for key in super().keys() if reduced or not key.startswith("_")]
 
-class _Histogram(torch.Tensor):
-    """Counts that fairseq-validate, which prints every logging output, shows as their total."""
+    def items(self):
+        return [(key, self[key]) for key in super().keys()]
 
-    def tolist(self):
-        return int(self.sum())
+    def __reduce__(self):
+        return dict, (self.items(),)
 
 
 #: NFE up to here have a bin each; above, a bin is 1/64 of an octave wide (1 %), up to 2^17.
@@ -103,7 +107,7 @@ def histogram(nfe: torch.Tensor) -> torch.Tensor:
     bins = torch.where(nfe < EXACT_BINS, nfe.long(), above)
     counts = torch.zeros(EXACT_BINS + OCTAVES * BINS_PER_OCTAVE, dtype=torch.double, device=nfe.device)
     # Not bincount, which would wait for the device.
-    return counts.scatter_add_(0, bins, torch.ones_like(bins, dtype=torch.double)).as_subclass(_Histogram)
+    return counts.scatter_add_(0, bins, torch.ones_like(bins, dtype=torch.double))
 
 
 def percentile(counts: torch.Tensor, percent: float) -> float:
@@ -195,9 +199,7 @@ class _WithPath:
                 metrics.log_scalar(name, total(name) / sentences, sentences, round=3)
         for side in SIDES:
             if any(_counts_of(side) in log for log in logging_outputs):
-                # A plain tensor, since meters are stored in checkpoints.
-                counts = total(_counts_of(side)).as_subclass(torch.Tensor).cpu()
-                metrics.log_scalar_sum(_counts_of(side), counts)
+                metrics.log_scalar_sum(_counts_of(side), total(_counts_of(side)).cpu())
                 for percent in PERCENTILES:
                     metrics.log_derived(f"nfe_{side}_p{percent}", _percentile_of(side, percent))
 
