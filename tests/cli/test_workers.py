@@ -32,7 +32,7 @@ for arguments in json.load(sys.stdin):
 def statistics(output):
     """What fairseq's json log says, line by line."""
     found = [json.loads(line[line.index("{") :]) for line in output.splitlines() if '{"epoch"' in line]
-    known = {prefix + key for prefix in ("", "train_", "valid_") for key in STATISTICS}
+    known = {prefix + key for prefix in ("", "train_", "valid_") for key in STATISTICS} - {"valid_wpb"}
     return [{key: float(record[key]) for key in record if key in known} for record in found]
 
 
