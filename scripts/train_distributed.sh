@@ -1,118 +1,115 @@
 #!/usr/bin/env bash
-# fairseq-train on several workers, with the batch of one.
+# Runs fairseq-train with several workers (processes that share every batch), on whatever there is.
 #
-#   bash scripts/train_distributed.sh [--workers N] -- ARGUMENTS OF fairseq-train
+#   bash scripts/train_distributed.sh [--workers N] [--reference-workers M] -- FAIRSEQ-TRAIN-ARGUMENTS
 #
-# One node: run it as it is. It uses all visible GPUs, or with --workers N so many of them; without
-# GPUs it starts N workers on the CPU, joined by gloo (for tests; the workers' logs come together).
+# One node:   bash scripts/train_distributed.sh -- ...               one worker per GPU, or on N of them
+# torchrun:   torchrun --no-python --nproc-per-node 8 bash scripts/train_distributed.sh -- ...
+# Slurm:      srun bash scripts/train_distributed.sh -- ...          one task per node, or one per GPU
+# CPU:        bash scripts/train_distributed.sh --workers 2 -- ...   without a GPU, or with --cpu (gloo)
 #
-# torchrun:  torchrun --nproc-per-node 8 [--nnodes ...] --no-python bash scripts/train_distributed.sh -- ...
-# Slurm:     srun --ntasks-per-node 8 --gpus-per-node 8 bash scripts/train_distributed.sh -- ...
-#            One task per GPU, or per node; every task sees all GPUs of its node. fairseq asks Slurm for the first
-#            node's name; --distributed-port defaults to one that follows from the job's number.
-# Under either the number of workers is theirs; --workers is not for them.
+# --workers N            how many; default: every GPU, or 1 on CPU. torchrun and Slurm say it themselves
+# --reference-workers M  keep the batch of M workers: adds --update-freq M/N
 #
-# The batch: --update-freq U is what one worker alone would use. It is divided by the number of workers,
-# so that the same arguments give the same batch, the same schedule and the same meaning of --path-weight on
-# 1, 2 or 8 GPUs. It must be divisible; where it is not, the message says what to use.
-# --keep-update-freq leaves it as it is: the batch then grows with the number of workers.
+# When a worker fails, the others end; when this script is killed, its workers are.
 set -euo pipefail
 
-help() { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"; }
-fail() {
-    echo "train_distributed.sh: $*" >&2
+usage() {
+    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
+}
+
+refuse() {
+    echo "train_distributed.sh: $1" >&2
     exit 2
 }
 
-workers='' keep=''
-while [[ $# -gt 0 ]]; do
+workers= reference=
+while [[ $# -gt 0 && $1 != -- ]]; do
     case $1 in
-    -h | --help)
-        help
-        exit
-        ;;
-    --workers)
-        workers=${2:-}
-        [[ $workers =~ ^[1-9][0-9]*$ ]] || fail "--workers is '$workers'; use a number such as 2"
-        shift 2
-        ;;
-    --keep-update-freq)
-        keep=yes
-        shift
-        ;;
-    --)
-        shift
-        break
-        ;;
-    *) fail "unknown option $1; the arguments of fairseq-train come after --" ;;
+        -h | --help) usage && exit ;;
+        --workers | --reference-workers)
+            [[ ${2:-} =~ ^[1-9][0-9]*$ ]] || refuse "$1 is '${2:-}'; use a number, 1 or more"
+            if [[ $1 == --workers ]]; then workers=$2; else reference=$2; fi
+            shift 2
+            ;;
+        *) refuse "$1 is not an option of this script; put fairseq-train's arguments after --" ;;
     esac
 done
-[[ $# -gt 0 ]] || fail "the arguments of fairseq-train are missing; put them after --"
+[[ ${1:-} == -- && $# -gt 1 ]] || refuse "nothing to train; put fairseq-train's arguments after --"
+shift
+command -v fairseq-train >/dev/null ||
+    refuse "fairseq-train is not on the PATH; run bash scripts/install.sh and source .venv/bin/activate"
 
-gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
-for argument in "$@"; do [[ $argument == --cpu ]] && gpus=0; done
-
-launcher=''
-if [[ -n ${WORLD_SIZE:-} && -n ${RANK:-} && -n ${MASTER_ADDR:-} ]]; then
-    launcher=torchrun processes=$WORLD_SIZE
-elif [[ ${SLURM_STEP_NUM_TASKS:-1} -gt 1 ]]; then
-    launcher=srun processes=$SLURM_STEP_NUM_TASKS
-fi
-if [[ -n $launcher ]]; then
-    [[ $gpus -gt 0 ]] || fail "$launcher started $processes workers, but there is no GPU, and fairseq would" \
-        "train $processes separate models; run this script without $launcher and with --workers $processes"
-    [[ -z $workers ]] || fail "--workers $workers is $launcher's to say; leave it out"
-    workers=$processes
-    # With one task per node fairseq spawns a worker per GPU from each.
-    if [[ $launcher == srun && $processes -eq ${SLURM_NNODES:-0} ]]; then workers=$((processes * gpus)); fi
-fi
-workers=${workers:-$((gpus > 0 ? gpus : 1))}
-if [[ -z $launcher && $gpus -gt 0 && $workers -gt $gpus ]]; then
-    fail "--workers is $workers, but there are $gpus GPUs; use --workers $gpus, or --cpu"
-fi
-
-# The last of repeated options wins, so that ours go behind the caller's.
-arguments=("$@")
-if [[ -z $keep && $workers -gt 1 ]]; then
-    frequency=1
-    while [[ $# -gt 0 ]]; do
-        case $1 in
-        --update-freq) frequency=${2:-} ;;
-        --update-freq=*) frequency=${1#*=} ;;
-        esac
-        shift
+# has OPTION ARGUMENTS: whether it is among them.
+has() {
+    local argument
+    for argument in "${@:2}"; do
+        [[ $argument == "$1" || $argument == "$1="* ]] && return
     done
-    divided=()
-    for one in ${frequency//,/ }; do
-        [[ $one =~ ^[1-9][0-9]*$ ]] || fail "--update-freq is '$frequency'; use numbers such as $workers"
-        ((one % workers == 0)) || fail "--update-freq $one cannot be shared by $workers workers; use" \
-            "--update-freq $(((one + workers - 1) / workers * workers)) with a --max-tokens so many times smaller," \
-            "or --keep-update-freq for a larger batch"
-        divided+=($((one / workers)))
-    done
-    arguments+=(--update-freq "$(IFS=,; echo "${divided[*]}")")
+    return 1
+}
+
+# started NUMBER LAUNCHER: who decides how many workers there are.
+started() {
+    [[ -z $workers || $workers == "$1" ]] || refuse "--workers is $workers, but $2 started $1; leave it out"
+    workers=$1
+}
+
+gpus=0
+has --cpu "$@" || gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+launch=(fairseq-train "$@")
+if [[ -n ${MASTER_ADDR:-} && -n ${MASTER_PORT:-} && -n ${WORLD_SIZE:-} && -n ${RANK:-} ]]; then
+    # fairseq would take its default of one worker per visible GPU, here 1, and train WORLD_SIZE separate
+    # models into one --save-dir.
+    ((gpus > 0)) ||
+        refuse "torchrun needs CUDA; on CPU leave it out and use this script's --workers $WORLD_SIZE"
+    started "$WORLD_SIZE" torchrun
+elif [[ -n ${SLURM_PROCID:-} && -n ${SLURM_JOB_NODELIST:-}${SLURM_STEP_NODELIST:-} ]]; then
+    ((gpus > 0)) || refuse "Slurm gave no GPU; ask for some with srun --gpus-per-node=N, or leave srun out"
+    tasks_per_node=${SLURM_NTASKS_PER_NODE:-$((SLURM_NTASKS / SLURM_NNODES))}
+    started "$((SLURM_NNODES * (tasks_per_node == 1 ? gpus : tasks_per_node)))" Slurm
+    # Without a port, fairseq forgets what it has learnt from Slurm and looks at one node alone.
+    has --distributed-port "$@" || launch+=(--distributed-port "$((10000 + SLURM_JOB_ID % 50000))")
+elif ((gpus > 0)); then
+    workers=${workers:-$gpus}
+    ((workers <= gpus)) || refuse "--workers is $workers, but there are $gpus GPUs; use $gpus or fewer"
+else
+    workers=${workers:-1}
+    on_cpu=1
 fi
 
-if [[ $gpus -gt 0 ]]; then
-    arguments+=(--distributed-world-size "$workers")
-    if [[ $launcher == srun ]]; then
-        arguments+=(--distributed-port $((10000 + ${SLURM_JOB_ID:-0} % 50000)))
-    fi
-    exec fairseq-train "${arguments[@]}"
+if [[ -n $reference ]]; then
+    has --update-freq "$@" && refuse "--reference-workers sets --update-freq; leave one of them out"
+    ((reference % workers == 0)) ||
+        refuse "--reference-workers is $reference, with $workers workers; use a multiple of $workers"
+    launch+=(--update-freq "$((reference / workers))")
 fi
-[[ $workers -gt 1 ]] || exec fairseq-train "${arguments[@]}" --cpu
+launch+=(--distributed-world-size "$workers")
+[[ -n ${on_cpu:-} ]] || exec "${launch[@]}"
 
+# On CPU. pytorch_ddp, fairseq's default, passes the number of a GPU there.
+has --cpu "$@" || launch+=(--cpu)
+has --ddp-backend "$@" || launch+=(--ddp-backend legacy_ddp)
+((workers > 1)) || exec "${launch[@]}"
 port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-arguments+=(--cpu --distributed-backend gloo --ddp-backend legacy_ddp --distributed-no-spawn
-    --distributed-init-method "tcp://127.0.0.1:$port" --distributed-world-size "$workers")
-pids=()
-trap 'kill "${pids[@]}" 2>/dev/null || true' EXIT
+launch+=(--distributed-backend gloo --distributed-init-method "tcp://127.0.0.1:$port" --distributed-no-spawn)
+
+# Linux ends them even when this script has no time to.
+guard=()
+setpriv --pdeathsig KILL true 2>/dev/null && guard=(setpriv --pdeathsig KILL)
+
+# Everything in the background belongs to this script, and ends with it.
+trap 'trap - EXIT; kill $(jobs -p) 2>/dev/null || true; wait' EXIT
 trap 'exit 130' INT
-trap 'exit 143' TERM
+trap 'exit 143' TERM HUP
 for ((rank = 0; rank < workers; rank++)); do
-    fairseq-train "${arguments[@]}" --distributed-rank "$rank" &
-    pids+=($!)
+    # "${a[@]+...}": an empty array is an unset variable to older bash.
+    ${guard[@]+"${guard[@]}"} "${launch[@]}" --distributed-rank "$rank" &
 done
-# A worker that fails takes the others, which wait for it, with it.
-for ((finished = 0; finished < workers; finished++)); do wait -n; done
-trap - EXIT
+for ((rank = 0; rank < workers; rank++)); do
+    wait -n || {
+        status=$?
+        echo "train_distributed.sh: a worker ended with status $status; ending the others" >&2
+        exit "$status"
+    }
+done
