@@ -93,9 +93,9 @@ class _WithPath:
             raise OptionError(f"--path-weight is {weight}; use 0 or a positive number such as 0.01")
         if warmup_updates < 0:
             raise OptionError(f"--path-warmup-updates is {warmup_updates}; use 0 or more")
-        self.path_penalty = penalty
+        self.path_penalty = str(penalty)  # fairseq's commands bring a member of the enum
         self.path_weight = weight if penalty != "none" else 0.0
-        self.path_sides = SIDES if scope == "both" else (scope,)
+        self.path_sides = SIDES if scope == "both" else (str(scope),)
         self.path_warmup_updates = warmup_updates
         self.path_config = path.PathConfig(norm=norm, gradient=self.path_weight > 0)
 
