@@ -8,7 +8,6 @@ import torch
 from fairseq.dataclass import ChoiceEnum
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import FairseqDecoder, register_model, register_model_architecture
-from fairseq.models.transformer import transformer_legacy
 from torch import Tensor, nn
 
 from fairseq_node.models import node_transformer

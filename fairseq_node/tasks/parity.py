@@ -72,9 +72,11 @@ def strings_config(cfg, saved=None) -> Strings:
         OptionError: naming the option and what to use.
     """
     given = {}
-    for item in dataclasses.fields(Strings):
-        values = [getattr(options, f"parity_{item.name}", None) for options in (cfg, saved)]
-        given.update({item.name: value for value in values[::-1] if value is not None})
+    for options in (saved, cfg):
+        for item in dataclasses.fields(Strings):
+            value = getattr(options, f"parity_{item.name}", None)
+            if value is not None:
+                given[item.name] = value
     config = Strings(**given)
     if config.min_length < 1:
         raise OptionError(
