@@ -1,0 +1,144 @@
+"""fairseq's commands on the parity task, as they are typed."""
+
+import json
+import re
+import signal
+import time
+
+import pytest
+import torch
+
+from fairseq_node.compat import load_checkpoint
+
+TASK = ("--user-dir", "fairseq_node", "--task", "parity", "--cpu", "--batch-size", 64)
+TRAIN = (*TASK, "--optimizer", "adam", "--lr", 1e-3, "--log-format", "json", "--log-interval", 10)
+SMALL = ("--encoder-embed-dim", 16, "--decoder-embed-dim", 16, "--dropout", 0.1)
+
+
+def logged(output, prefix):
+    lines = [line[line.index("{") :] for line in output.splitlines() if f"| {prefix} | {{" in line]
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def node(run, tmp_path_factory):
+    """README's command, with fewer updates and the penalty."""
+    folder = tmp_path_factory.mktemp("node")
+    output = run(
+        *("fairseq-train", *TRAIN, "--arch", "node_transformer_parity", "--max-update", 20),
+        *("--criterion", "label_smoothed_cross_entropy_with_path", "--label-smoothing", 0.1),
+        *("--path-penalty", "arclength", "--path-weight", 0.01, "--path-scope", "encoder"),
+        *("--valid-subset", "valid,valid@16,valid@32", "--parity-max-length", 8, "--save-dir", folder),
+        *("--best-checkpoint-metric", "accuracy", "--maximize-best-checkpoint-metric"),
+    )
+    return folder, output
+
+
+def test_training(node):
+    folder, output = node
+    (valid,), (longer,) = logged(output, "valid"), logged(output, "valid@32")
+    assert {f"valid_accuracy@{length}" for length in range(1, 9)} < set(valid)
+    assert float(longer["valid@32_accuracy@32"]) == float(longer["valid@32_accuracy"])
+    assert float(valid["valid_nfe_encoder"]) >= 5
+    assert 0 <= float(logged(output, "train_inner")[-1]["accuracy"]) <= 100
+    best = load_checkpoint(str(folder / "checkpoint_best.pt"))
+    assert best["extra_state"]["best"] == pytest.approx(float(valid["valid_accuracy"]), abs=0.01)
+
+
+def test_generate_and_validate_agree(run, node):
+    """Both read the same strings and the same answers; lengths are those of training."""
+    path = ("--path", node[0] / "checkpoint_last.pt")
+    generated = run("fairseq-generate", *TASK, *path, "--gen-subset", "test@9", "--parity-test-size", 50)
+    pairs = re.findall(r"^[TH]-(\d+)\t(?:[-\d.]+\t)?(\w+)$", generated, re.MULTILINE)
+    answers = {}
+    for number, word in pairs:
+        answers.setdefault(number, []).append(word)
+    assert len(answers) == 50
+    right = sum(truth == answer for truth, answer, *_ in answers.values())
+    assert f"Generate test@9 with beam=5: accuracy = {2 * right:.2f} % of 50 strings" in generated
+    sources = re.findall(r"^S-(\d+)\t([01 ]+)$", generated, re.MULTILINE)
+    assert all(("odd" if bits.count("1") % 2 else "even") == answers[n][0] for n, bits in sources)
+    # --valid-subset takes test as well; the options of the checkpoint hold where none are given.
+    validated = run(
+        *("fairseq-validate", *TASK, *path, "--valid-subset", "test@9,test", "--parity-test-size", 50),
+        *("--log-format", "json"),
+    )
+    (record,) = logged(validated, "test@9")
+    assert float(record["test@9_accuracy"]) == pytest.approx(2 * right)
+    lengths = [int(key.split("@")[1]) for key in logged(validated, "test")[0] if "accuracy@" in key]
+    assert lengths and max(lengths) <= 8
+
+
+@pytest.mark.parametrize(
+    "arch,options",
+    [
+        ("lstm", ()),
+        ("transformer", ("--encoder-layers", 1, "--decoder-layers", 1)),
+        ("node_encoder_parity", ("--criterion", "cross_entropy_with_path", "--node-solver", "heun_euler")),
+    ],
+)
+def test_architectures(run, tmp_path, arch, options):
+    """With fairseq's default criterion, or ours; answers for what is typed to fairseq-interactive."""
+    folder = tmp_path / arch
+    output = run(
+        *("fairseq-train", *TRAIN, *SMALL, "--arch", arch, *options, "--max-update", 3),
+        *("--save-dir", folder, "--parity-valid-size", 100),
+    )
+    assert 0 <= float(logged(output, "valid")[0]["valid_accuracy"]) <= 100
+    answers = run(
+        *("fairseq-interactive", *TASK[:4], "--cpu", "--path", folder / "checkpoint_last.pt"),
+        *("--beam", 2, "--nbest", 1),
+        stdin="0110\n1 0\n",
+    )
+    assert re.search(r"^S-0\t0 1 1 0$", answers, re.MULTILINE)
+    assert len(re.findall(r"^H-\d+\t", answers, re.MULTILINE)) == 2
+
+
+def test_killed_in_the_middle_of_an_epoch(run, tmp_path):
+    """As if never killed, bit for bit; epochs of 20 updates, with strings of their own."""
+    options = (*TRAIN, *SMALL, "--arch", "node_encoder_parity", "--node-solver", "midpoint")
+    options += ("--parity-train-size", 20 * 64, "--max-epoch", 3, "--save-interval-updates", 8)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run("fairseq-train", *options, "--save-dir", whole)
+    with (tmp_path / "log").open("w") as log:
+        process = run.start("fairseq-train", *options, "--save-dir", killed, stdout=log, stderr=log)
+        while not (killed / "checkpoint_2_32.pt").exists():
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert not (killed / "checkpoint3.pt").exists()
+    assert "Loaded checkpoint" in run("fairseq-train", *options, "--save-dir", killed)
+    expected, resumed = (load_checkpoint(str(p / "checkpoint_last.pt"))["model"] for p in (whole, killed))
+    for name in expected:
+        assert torch.equal(expected[name], resumed[name]), name
+
+
+def test_two_workers_are_one(run, tmp_path):
+    """Half the batch each: the same strings, the same model up to the order of sums."""
+    options = (*TRAIN, *SMALL, "--dropout", 0, "--arch", "node_encoder_parity", "--node-solver", "heun")
+    options += ("--max-update", 10, "--parity-valid-size", 101, "--valid-subset", "valid,valid@9")
+    one, two = tmp_path / "one", tmp_path / "two"
+    output = run("fairseq-train", *options, "--save-dir", one)
+    port = ("--distributed-world-size", 2, "--distributed-init-method", f"file://{tmp_path}/rendezvous")
+    port += ("--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp", "--distributed-no-spawn")
+    arguments = (*options, "--batch-size", 32, "--save-dir", two, *port)
+    with (tmp_path / "log").open("w") as log:
+        second = run.start("fairseq-train", *arguments, "--distributed-rank", 1, stdout=log, stderr=log)
+        both = run("fairseq-train", *arguments, "--distributed-rank", 0)
+        assert second.wait() == 0, (tmp_path / "log").read_text()
+    for subset in ("valid", "valid@9"):
+        (alone,), (together,) = logged(output, subset), logged(both, subset)
+        names = [name for name in alone if "accuracy" in name or name.endswith("_loss")]
+        for name in names:
+            assert float(together[name]) == pytest.approx(float(alone[name]), abs=0.02), name
+
+
+def test_refusals(run):
+    arch = ("--arch", "node_encoder_parity")
+    for options, words in (
+        (("data-bin", *TASK, *arch), "--task parity makes its own strings and reads no data"),
+        ((*TRAIN, *arch, "--parity-min-length", 20), "is more than --parity-max-length 16; use at most that"),
+    ):
+        said = run.fails("fairseq-train", *options)
+        assert words in said and "Traceback" not in said
