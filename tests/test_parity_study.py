@@ -15,7 +15,7 @@ import torch
 from lib import parity_grid, parity_report
 from lib.parity_diagnostics import Diagnosis, diagnose
 from lib.parity_grid import Cell
-from lib.parity_solution import exact_model
+from lib.parity_solution import SCALE, exact_model
 
 from fairseq_node.tasks.parity import ParityConfig, ParityTask, encode
 
@@ -29,15 +29,15 @@ def task():
 
 def test_diagnosis_of_the_exact_solution(task):
     model = exact_model(task)
-    for length in (3, 64):
+    for length in (3, 8, 64):
         seen = diagnose(task, model, length, strings=100)
         assert seen.strings == min(100, 2**length) and seen.accuracy == 100
         assert (seen.nfe, seen.nfe_std, seen.unfinished) == (2, 0, 0)  # an Euler step in each of two blocks
-        assert seen.arclength > 0
-        # Every flip changes the answer; the log-odds of this solution shrink, as they must.
-        assert 0 < seen.sensitivity_probability <= 1
-    short, long = diagnose(task, model, 8), diagnose(task, model, 64)
-    assert long.sensitivity < short.sensitivity and long.loss > short.loss
+        assert seen.arclength > 0 and seen.sensitivity_probability == pytest.approx(1)
+        # The mark of 1 / N is averaged over the even tokens or the odd ones, and every flip moves it.
+        tokens = length + 1
+        change = (1 / (tokens // 2) + 1 / (tokens - tokens // 2)) / tokens
+        assert seen.sensitivity == pytest.approx(2 * SCALE * change, rel=0.02)
 
 
 def test_diagnosis_by_hand(task):
