@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from fairseq import options
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.logging import metrics
 from hypothesis import given, settings
@@ -77,6 +78,7 @@ def test_seeds_and_epochs_differ_and_evaluation_stays():
             ]
             data[split, epoch] = sorted(tuple(row.tolist()) for batch in sources for row in batch)
     assert data["train", 1] != data["train", 2]
+    assert data["valid", 1] == data["valid", 2]
 
 
 def test_known_strings():
@@ -144,7 +146,7 @@ def test_resumed_in_the_middle_of_an_epoch():
 
 
 @pytest.mark.parametrize(
-    "options,words",
+    "bad,words",
     [
         (dict(min_length=9, max_length=8), "--parity-min-length 9 is more than --parity-max-length 8"),
         (dict(min_length=0), "--parity-min-length is 0, but no string of no bits is odd"),
@@ -152,9 +154,9 @@ def test_resumed_in_the_middle_of_an_epoch():
         (dict(test_size=1), "--parity-test-size is 1, a split without an odd string"),
     ],
 )
-def test_bad_options(options, words):
+def test_bad_options(bad, words):
     with pytest.raises(OptionError, match=words):
-        task(**options)
+        task(**bad)
 
 
 def test_strings_longer_than_the_model():
@@ -194,7 +196,9 @@ def test_options_of_training_hold_at_test_time():
 def test_accuracy_is_logged_for_any_architecture():
     for arch in ("lstm", "transformer", "node_transformer_parity", "node_encoder_parity"):
         parity = task(max_length=12, valid_size=90)
-        model = tiny(parity, arch, **(dict(encoder_layers=1, decoder_layers=1) if arch != "lstm" else {}))
+        small = dict(encoder_hidden_size=8, decoder_hidden_size=8, decoder_out_embed_dim=8)
+        small.update(encoder_layers=1, decoder_layers=1)
+        model = tiny(parity, arch, **small)
         criterion = CrossEntropyCriterion(parity, sentence_avg=False)
         right, strings = Counter(), Counter()
         with metrics.aggregate(new_root=True) as logged:
@@ -248,3 +252,22 @@ def test_interactive_lines():
     parity = task()
     tokens, lengths = parity.get_interactive_tokens_and_lengths(["0110", "0 1"], lambda line: line)
     assert torch.equal(tokens[0], encode("0110", parity.dictionary)) and lengths == [5, 3]
+
+
+def parse(*arguments):
+    return options.parse_args_and_arch(
+        options.get_training_parser(), input_args=["--task", "parity", *arguments]
+    )
+
+
+def test_a_data_directory_is_refused(capsys):
+    for arguments in (("data-bin", "--arch", "lstm"), ("--arch", "lstm", "data-bin")):
+        with pytest.raises(SystemExit):
+            parse(*arguments)
+        assert (
+            "--task parity makes its own strings and reads no data; leave out data-bin"
+            in capsys.readouterr().err
+        )
+    # BLEU of a word is no measure; another one can still be asked for.
+    assert parse("--arch", "lstm").scoring == "accuracy"
+    assert parse("--arch", "lstm", "--scoring", "chrf").scoring == "chrf"
