@@ -244,7 +244,8 @@ class ParityTask(FairseqTask):
         model = super().build_model(cfg, from_checkpoint)
         positions = model.max_positions()
         self.positions = min(self.positions, positions if isinstance(positions, int) else positions[0])
-        self._check_positions(self.strings.max_length, "--parity-max-length")
+        if not from_checkpoint:  # whose own options hold; load_dataset looks at these
+            self._check_positions(self.strings.max_length, "--parity-max-length")
         return model
 
     def _check_positions(self, length: int, option: str) -> None:

@@ -6,11 +6,12 @@ import json
 import os
 import shlex
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, Iterable, List
 
-#: As wide, with one decoder layer where there is a decoder.
+#: All are equally wide, and those with a decoder have one layer of it.
 _WIDTH = "--encoder-embed-dim 64 --decoder-embed-dim 64 --dropout 0"
 _LAYERS = f"{_WIDTH} --encoder-ffn-embed-dim 128 --encoder-attention-heads 4 --encoder-normalize-before"
 _STOCK = (
@@ -154,8 +155,6 @@ def _print_to(log: Path) -> None:
 
 def _train(arguments: List[str]) -> float:
     """Runs ``fairseq-train`` in this process, which has imported it already; returns its seconds."""
-    import time
-
     from fairseq import options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from fairseq_cli.train import main

@@ -20,34 +20,43 @@ def logged(output, prefix):
     return [json.loads(line) for line in lines]
 
 
+#: Epochs of 10 updates, with strings of their own; an update is two batches.
+EPOCHS = (*TRAIN, "--arch", "node_transformer_parity", "--node-solver", "heun_euler", "--max-epoch", 2)
+EPOCHS += ("--criterion", "label_smoothed_cross_entropy_with_path", "--label-smoothing", 0.1)
+EPOCHS += ("--path-penalty", "arclength", "--path-weight", 0.01, "--path-scope", "encoder")
+EPOCHS += ("--parity-max-length", 8, "--parity-train-size", 10 * 64, "--batch-size", 32)
+EPOCHS += ("--parity-valid-size", 101, "--valid-subset", "valid,valid@16,valid@32")
+EPOCHS += ("--best-checkpoint-metric", "accuracy", "--maximize-best-checkpoint-metric")
+EPOCHS += ("--save-interval-updates", 4)
+
+
 @pytest.fixture(scope="module")
-def node(run, tmp_path_factory):
-    """README's command, with fewer updates and the penalty."""
-    folder = tmp_path_factory.mktemp("node")
-    output = run(
-        *("fairseq-train", *TRAIN, "--arch", "node_transformer_parity", "--max-update", 20),
-        *("--criterion", "label_smoothed_cross_entropy_with_path", "--label-smoothing", 0.1),
-        *("--path-penalty", "arclength", "--path-weight", 0.01, "--path-scope", "encoder"),
-        *("--valid-subset", "valid,valid@16,valid@32", "--parity-max-length", 8, "--save-dir", folder),
-        *("--best-checkpoint-metric", "accuracy", "--maximize-best-checkpoint-metric"),
-    )
-    return folder, output
+def whole(run, tmp_path_factory):
+    """A training that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run("fairseq-train", *EPOCHS, "--update-freq", 2, "--save-dir", folder)
 
 
-def test_training(node):
-    folder, output = node
-    (valid,), (longer,) = logged(output, "valid"), logged(output, "valid@32")
+def weights(folder):
+    return load_checkpoint(str(folder / "checkpoint_last.pt"))["model"]
+
+
+def test_training(whole):
+    folder, output = whole
+    validations, longer = logged(output, "valid"), logged(output, "valid@32")[-1]
+    valid = validations[-1]
     assert {f"valid_accuracy@{length}" for length in range(1, 9)} < set(valid)
     assert float(longer["valid@32_accuracy@32"]) == float(longer["valid@32_accuracy"])
-    assert float(valid["valid_nfe_encoder"]) >= 5
+    assert float(valid["valid_nfe_encoder"]) >= 2 and float(valid["valid_arclength_encoder"]) > 0
     assert 0 <= float(logged(output, "train_inner")[-1]["accuracy"]) <= 100
     best = load_checkpoint(str(folder / "checkpoint_best.pt"))
-    assert best["extra_state"]["best"] == pytest.approx(float(valid["valid_accuracy"]), abs=0.01)
+    accuracies = [float(record["valid_accuracy"]) for record in validations]
+    assert best["extra_state"]["best"] == pytest.approx(max(accuracies), abs=0.01)
 
 
-def test_generate_and_validate_agree(run, node):
+def test_generate_and_validate_agree(run, whole):
     """Both read the same strings and the same answers; lengths are those of training."""
-    path = ("--path", node[0] / "checkpoint_last.pt")
+    path = ("--path", whole[0] / "checkpoint_last.pt")
     generated = run("fairseq-generate", *TASK, *path, "--gen-subset", "test@9", "--parity-test-size", 50)
     pairs = re.findall(r"^[TH]-(\d+)\t(?:[-\d.]+\t)?(\w+)$", generated, re.MULTILINE)
     answers = {}
@@ -85,36 +94,12 @@ def test_another_architecture(run, tmp_path):
     assert len(re.findall(r"^H-\d+\t", answers, re.MULTILINE)) == 2
 
 
-#: Epochs of 20 updates, with strings of their own; an update is two batches.
-EPOCHS = (
-    *TRAIN,
-    "--arch",
-    "node_encoder_parity",
-    "--node-solver",
-    "midpoint",
-    "--parity-train-size",
-    20 * 64,
-)
-EPOCHS += ("--max-epoch", 2, "--save-interval-updates", 8, "--batch-size", 32, "--parity-valid-size", 101)
-
-
-@pytest.fixture(scope="module")
-def whole(run, tmp_path_factory):
-    """A training that nobody disturbs."""
-    folder = tmp_path_factory.mktemp("whole")
-    return folder, run("fairseq-train", *EPOCHS, "--update-freq", 2, "--save-dir", folder)
-
-
-def weights(folder):
-    return load_checkpoint(str(folder / "checkpoint_last.pt"))["model"]
-
-
 def test_killed_in_the_middle_of_an_epoch(run, whole, tmp_path):
     """As if never killed, bit for bit."""
     arguments = (*EPOCHS, "--update-freq", 2, "--save-dir", tmp_path)
     with (tmp_path / "log").open("w") as log:
         process = run.start("fairseq-train", *arguments, stdout=log, stderr=log)
-        while not (tmp_path / "checkpoint_2_32.pt").exists():
+        while not (tmp_path / "checkpoint_2_16.pt").exists():
             assert process.poll() is None, (tmp_path / "log").read_text()
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)

@@ -20,13 +20,13 @@ def task(**options):
     return ParityTask(ParityConfig(**{f"parity_{name}": value for name, value in options.items()}))
 
 
-def tiny(task, arch="node_encoder_parity", **options):
+def tiny(task, arch="node_encoder_parity", from_checkpoint=False, **options):
     sizes = {
         f"{side}_{name}": 8 for side in ("encoder", "decoder") for name in ("embed_dim", "ffn_embed_dim")
     }
     heads = dict(encoder_attention_heads=2, decoder_attention_heads=2, node_solver="euler", criterion=None)
     torch.manual_seed(0)
-    return task.build_model(argparse.Namespace(arch=arch, **{**sizes, **heads, **options}))
+    return task.build_model(argparse.Namespace(arch=arch, **{**sizes, **heads, **options}), from_checkpoint)
 
 
 def iterator(task, split, epoch=1, **options):
@@ -162,6 +162,11 @@ def test_bad_options(bad, words):
 def test_strings_longer_than_the_model():
     with pytest.raises(OptionError, match=r"--parity-max-length asks for 16 bits, but .* positions for 15"):
         tiny(task(), max_source_positions=16)
+    parity = task()
+    tiny(parity, from_checkpoint=True, max_source_positions=9)
+    with pytest.raises(OptionError, match="--parity-max-length asks for 16 bits"):
+        parity.load_dataset("test")
+    parity.load_dataset("test", task_cfg=ParityConfig(parity_max_length=8))
     parity = task()
     tiny(parity, max_source_positions=17)
     with pytest.raises(OptionError, match="valid@17 asks for 17 bits"):
