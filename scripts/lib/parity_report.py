@@ -199,13 +199,16 @@ def draw(results: Sequence[dict], out: Path) -> None:
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "parity"  # the same results, the same file
+    styles = _styles(results)
     plain = [result for result in results if result["penalty"] == "none"]
-    with_path = [result for result in plain if has_path(result["architecture"])]
-    _curves(plain, out / "accuracy_vs_length.svg", "accuracy", "accuracy, %", chance=50)
-    _curves(with_path, out / "nfe_vs_length.svg", "nfe", "NFE per string")
-    _curves(plain, out / "sensitivity_vs_length.svg", "sensitivity", "change of log-odds per flip", hahn=True)
-    _accuracy_vs_nfe(results, out / "accuracy_vs_nfe.svg")
-    _arclength_vs_weight(results, out / "arclength_vs_weight.svg")
+    with_path = [result for result in results if has_path(result["architecture"])]
+    plain_path = [result for result in with_path if result in plain]
+    change = "change of log-odds per flip"
+    _curves(plain, styles, out / "accuracy_vs_length.svg", "accuracy", "accuracy, %", chance=50)
+    _curves(plain_path, styles, out / "nfe_vs_length.svg", "nfe", "NFE per string")
+    _curves(plain, styles, out / "sensitivity_vs_length.svg", "sensitivity", change, hahn=True)
+    _accuracy_vs_nfe(with_path, styles, out / "accuracy_vs_nfe.svg")
+    _arclength_vs_weight(with_path, styles, out / "arclength_vs_weight.svg")
 
 
 STYLES = [(color, marker) for marker in "os^D" for color in ("C0", "C1", "C2", "C3", "C4", "C5")]
@@ -219,11 +222,10 @@ def _styles(results: Sequence[dict]) -> Dict[str, Dict]:
     }
 
 
-def _curves(results, file: Path, quantity: str, label: str, chance=None, hahn=False) -> None:
+def _curves(results, styles, file: Path, quantity: str, label: str, chance=None, hahn=False) -> None:
     """A panel for each longest length of training, a line for each architecture, against the length."""
     longest = sorted({result["max_length"] for result in results}) or [1]
     figure, panels = _figure(len(longest))
-    styles = _styles(results)
     for panel, max_length in zip(panels, longest):
         lines = {}
         for key, members in groups(results).items():
@@ -236,6 +238,7 @@ def _curves(results, file: Path, quantity: str, label: str, chance=None, hahn=Fa
             lines[key[0]] = dict(zip(lengths, values))
         panel.axvline(max_length, color="0.6", linestyle=":", linewidth=1)
         panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter("{x:g}")
         panel.set_title(f"trained on up to {max_length} bits", fontsize=9)
         if chance is not None:
             panel.axhline(chance, color="0.6", linestyle="--", linewidth=1)
@@ -244,25 +247,27 @@ def _curves(results, file: Path, quantity: str, label: str, chance=None, hahn=Fa
             lengths = [1, 2 * max_length]
             panel.plot(lengths, [top / n for n in lengths], color="black", linestyle="--", label="1/n")
             panel.set_yscale("log")
+            panel.yaxis.set_minor_formatter("")
     _finish(figure, panels, "bits n", label, file)
 
 
-def _accuracy_vs_nfe(results, file: Path) -> None:
-    results = [result for result in results if has_path(result["architecture"])]
+def _accuracy_vs_nfe(results, styles, file: Path) -> None:
     figure, (panel,) = _figure(1)
-    styles = _styles(results)
     for name, style in styles.items():
         members = [at(r, r["max_length"]) for r in results if r["architecture"] == name]
+        if not members:
+            continue
         points = [seen["nfe"] for seen in members], [seen["accuracy"] for seen in members]
         panel.plot(*points, linestyle="", label=name, color=style["color"], marker=style["marker"], alpha=0.7)
     _finish(figure, [panel], "NFE per string at n = N", "accuracy at n = N, %", file)
 
 
-def _arclength_vs_weight(results, file: Path) -> None:
-    results = [result for result in results if has_path(result["architecture"])]
+def _arclength_vs_weight(results, styles, file: Path) -> None:
     penalised = {(r["architecture"], r["max_length"]) for r in results if r["penalty"] != "none"}
+    dashes = dict(
+        zip(sorted({max_length for _, max_length in penalised}), ("-", "--", "-.", ":", (0, (5, 5))))
+    )
     figure, panels = _figure(2)
-    styles = _styles(results)
     for panel, penalty in zip(panels, ("arclength", "kinetic")):
         for architecture, max_length in sorted(penalised):
             members: Dict[float, List[float]] = {}
@@ -274,8 +279,10 @@ def _arclength_vs_weight(results, file: Path) -> None:
             spreads = [Spread.of(members[weight]) for weight in weights]
             label = f"{architecture}, N = {max_length}"
             values, errors = [s.mean for s in spreads], [s.std for s in spreads]
-            panel.errorbar(weights, values, errors, label=label, capsize=2, **styles[architecture])
+            style = {**styles[architecture], "linestyle": dashes[max_length]}
+            panel.errorbar(weights, values, errors, label=label, capsize=2, **style)
         panel.set_xscale("symlog", linthresh=1e-3)
+        panel.set_xlim(left=-2e-4)
         panel.set_title(f"{penalty} penalised", fontsize=9)
     _finish(figure, panels, "weight", "arclength at n = N", file)
 
