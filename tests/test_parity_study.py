@@ -141,6 +141,8 @@ def test_tables(results):
     assert penalty["penalty"] == "arclength 0.1" and penalty["pairs"] == "3"
     assert (penalty["accuracy, points"], penalty["NFE"]) == ("-1.00 ± 0.00", "-2.00 ± 0.00")
     assert penalty["arclength"] == "0.0 ± 1.0"
+    (single,) = rows(parity_report.results_table(results[:1]))
+    assert single["accuracy at N, %"] == "100.0"  # no spread of one seed
     assert "no cell" in parity_report.penalty_table(results[:1]).lower()
 
 

@@ -31,7 +31,7 @@ def read_results(out: Path) -> List[dict]:
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and standard deviation (of the sample; 0 for one value) over seeds."""
+    """Mean and standard deviation (of the sample; NaN for a single value) over seeds."""
 
     mean: float
     std: float
@@ -41,13 +41,14 @@ class Spread:
         values = [value for value in values if not math.isnan(value)]
         if not values:
             return cls(math.nan, math.nan)
-        return cls(statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
+        return cls(statistics.mean(values), statistics.stdev(values) if len(values) > 1 else math.nan)
 
     def __str__(self) -> str:
         if math.isnan(self.mean):
             return "-"
         digits = 1 if abs(self.mean) >= 10 or self.mean == 0 else 2
-        return f"{self.mean:.{digits}f} ± {self.std:.{digits}f}"
+        spread = "" if math.isnan(self.std) else f" ± {self.std:.{digits}f}"
+        return f"{self.mean:.{digits}f}{spread}"
 
 
 def at(result: dict, length: int) -> dict:
