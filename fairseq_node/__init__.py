@@ -7,8 +7,8 @@ from fairseq_node import compat
 compat.install()
 
 from fairseq_node.criterions import with_path  # noqa: E402, F401
-from fairseq_node.models import node_transformer  # noqa: E402, F401
-from fairseq_node.tasks import node_translation  # noqa: E402, F401
+from fairseq_node.models import node_encoder, node_transformer  # noqa: E402, F401
+from fairseq_node.tasks import node_translation, parity  # noqa: E402, F401
 
 __version__ = "0.1.0"
 

@@ -419,9 +419,21 @@ class NodeTransformerModel(TransformerModelBase):
         return NodeDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
 
 
+def parity_architecture(args) -> None:
+    """A small model for the parity task: one block a side, pre-norm, no dropout."""
+    for side in ("encoder", "decoder"):
+        for name, value in (("embed_dim", 64), ("ffn_embed_dim", 128), ("attention_heads", 4), ("layers", 1)):
+            setattr(args, f"{side}_{name}", getattr(args, f"{side}_{name}", value))
+        name = f"{side}_normalize_before"
+        setattr(args, name, getattr(args, name, True))
+    args.dropout = getattr(args, "dropout", 0.0)
+    transformer_legacy.base_architecture(args)
+
+
 #: Architectures are fairseq's, under the same names with ``node_`` before them.
 ARCHITECTURES = {
     "node_transformer": transformer_legacy.base_architecture,
+    "node_transformer_parity": parity_architecture,
     "node_transformer_tiny": transformer_legacy.tiny_architecture,
     "node_transformer_iwslt_de_en": transformer_legacy.transformer_iwslt_de_en,
     "node_transformer_wmt_en_de": transformer_legacy.transformer_wmt_en_de,
