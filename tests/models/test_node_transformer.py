@@ -420,7 +420,7 @@ def _architecture(name):
     return ARCH_CONFIG_REGISTRY[name]
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if not name.endswith("parity")])
 def test_presets_are_those_of_fairseq(name):
     assert ARCH_MODEL_REGISTRY[name] is NodeTransformerModel
     ours, theirs = argparse.Namespace(), argparse.Namespace()
