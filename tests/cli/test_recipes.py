@@ -37,7 +37,9 @@ def test_a_converted_checkpoint(run, corpus, training, tmp_path):
     assert re.search(r"Loaded checkpoint .*node.pt \(epoch 3 @ \d+ updates\)", output)
     tuned, before = (load_checkpoint(path) for path in (tmp_path / "tuned" / "checkpoint_last.pt", node))
     updates = [state["optimizer_history"][-1]["num_updates"] for state in (before, tuned)]
-    assert updates[1] == updates[0] * 3 // 2
+    # Without the optimizer's state (fairseq 0.12.2) fairseq counts updates anew.
+    kept = updates[0] if before["last_optimizer_state"] else 0
+    assert updates[1] == kept + updates[0] // 2
     assert tuned["cfg"]["model"].node_solver == "heun_euler"
     name = "encoder.layers.0.fc1.weight"
     assert not torch.equal(tuned["model"][name], before["model"][name])
