@@ -66,10 +66,10 @@ if [[ -n ${MASTER_ADDR:-} && -n ${MASTER_PORT:-} && -n ${WORLD_SIZE:-} && -n ${R
     started "$WORLD_SIZE" torchrun
 elif [[ -n ${SLURM_PROCID:-} && -n ${SLURM_JOB_NODELIST:-}${SLURM_STEP_NODELIST:-} ]]; then
     ((gpus > 0)) || refuse "Slurm gave no GPU; ask for some with srun --gpus-per-node=N, or leave srun out"
-    tasks_per_node=${SLURM_NTASKS_PER_NODE:-$((SLURM_NTASKS / SLURM_NNODES))}
-    started "$((SLURM_NNODES * (tasks_per_node == 1 ? gpus : tasks_per_node)))" Slurm
+    tasks_per_node=${SLURM_NTASKS_PER_NODE:-$((${SLURM_NTASKS:-1} / ${SLURM_NNODES:-1}))}
+    started "$((${SLURM_NNODES:-1} * (tasks_per_node == 1 ? gpus : tasks_per_node)))" Slurm
     # Without a port, fairseq forgets what it has learnt from Slurm and looks at one node alone.
-    has --distributed-port "$@" || launch+=(--distributed-port "$((10000 + SLURM_JOB_ID % 50000))")
+    has --distributed-port "$@" || launch+=(--distributed-port "$((10000 + ${SLURM_JOB_ID:-0} % 50000))")
 elif ((gpus > 0)); then
     workers=${workers:-$gpus}
     ((workers <= gpus)) || refuse "--workers is $workers, but there are $gpus GPUs; use $gpus or fewer"
