@@ -300,6 +300,7 @@ def install() -> None:
     from fairseq import checkpoint_utils, models
     from fairseq.data import data_utils
     from fairseq.distributed import utils as distributed_utils
+    from fairseq.tasks import FairseqTask
 
     _quiet()
     if _TORCH_HAS_WEIGHTS_ONLY:
@@ -309,6 +310,8 @@ def install() -> None:
     checkpoint_utils.PathManager = _AtomicPathManager
     if data_utils.batch_by_size.__module__ != __name__:
         data_utils.batch_by_size = _keep_last_batch(data_utils.batch_by_size)
+    if FairseqTask.get_batch_iterator.__module__ != __name__:
+        FairseqTask.get_batch_iterator = _same_batches_when_resumed(FairseqTask.get_batch_iterator)
     if models.build_model.__module__ != __name__:
         models.build_model = _remember_class(models.build_model)
 
@@ -349,6 +352,27 @@ def _keep_last_batch(batch_by_size):
 
     complete.__module__ = __name__
     return complete
+
+
+def _same_batches_when_resumed(get_batch_iterator):
+    """fairseq after 0.12.2 makes its batches from ``seed + epoch`` of the moment when it makes them:
+    once, in the first epoch, in a run that is never stopped, and differently in one that is resumed in
+    a later epoch. Makes them as in the first epoch then, too."""
+
+    @functools.wraps(get_batch_iterator)
+    def resumable(self, dataset, *args, epoch=1, **kwargs):
+        kept = self.can_reuse_epoch_itr(dataset) and not (
+            kwargs.get("disable_iterator_cache") or kwargs.get("update_epoch_batch_itr")
+        )
+        if not kept or epoch <= 1 or dataset in self.dataset_to_epoch_iter:
+            return get_batch_iterator(self, dataset, *args, epoch=epoch, **kwargs)
+        iterator = get_batch_iterator(self, dataset, *args, epoch=1, **kwargs)
+        dataset.set_epoch(epoch)
+        iterator.epoch = epoch
+        return iterator
+
+    resumable.__module__ = __name__
+    return resumable
 
 
 class _AtomicPathManager(PathManager):

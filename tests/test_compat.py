@@ -20,6 +20,7 @@ from fairseq import checkpoint_utils, options
 from fairseq.data import data_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.models.transformer import TransformerModel
+from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from fairseq_cli import generate, interactive, preprocess, train, validate
 from omegaconf import OmegaConf
 
@@ -418,3 +419,21 @@ def test_a_run_stops_at_a_broken_checkpoint(corpus, checkpoint, tmp_path):
         training(corpus, tmp_path, "--max-epoch", 2)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_last.pt"]
     assert (tmp_path / "checkpoint_last.pt").read_bytes() == half
+
+
+def test_a_run_resumed_in_a_later_epoch_sees_the_batches_that_it_would_have_seen(corpus):
+    """fairseq after 0.12.2 would make others; for stock models too."""
+
+    def second_epoch(start):
+        task = TranslationTask.setup_task(TranslationConfig(data=str(corpus)))
+        task.cfg.dataset_impl, task.cfg.required_seq_len_multiple = None, 1
+        task.load_dataset("train")
+        iterator = task.get_batch_iterator(task.dataset("train"), max_tokens=40, seed=1, epoch=start)
+        for _ in range(start, 2):
+            list(iterator.next_epoch_itr())
+        batches = [batch["id"].tolist() for batch in iterator.next_epoch_itr()]
+        assert iterator.epoch == 2
+        return batches
+
+    never_stopped = second_epoch(1)
+    assert len(never_stopped) > 3 and second_epoch(2) == never_stopped

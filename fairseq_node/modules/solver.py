@@ -61,10 +61,11 @@ class SolverConfig:
         InvalidOption: naming the field and what to use instead.
     """
 
-    solver: str = "dopri5"
+    # Chosen by measurement: see the README.
+    solver: str = "bosh3"
     steps: Optional[int] = None
-    rtol: float = 1e-2
-    atol: float = 1e-2
+    rtol: float = 1e-1
+    atol: float = 1e-1
     step_control: str = "sentence"
     gradient: str = "backprop"
     max_nfe: int = 100
