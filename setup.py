@@ -36,13 +36,15 @@ setup(
         "torchdiffeq>=0.2.3",
     ],
     extras_require={
-        "data": ["mtdata", "num2words"],
+        "data": ["mtdata", "num2words", "requests"],
         "plots": ["matplotlib"],
         "test": [
             "hypothesis",
             "matplotlib",
+            "mtdata",
             "num2words",
             "pytest>=7",
+            "requests",
             "ruff",
             "tensorboardX",
             "torchode",
