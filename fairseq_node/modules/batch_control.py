@@ -64,6 +64,23 @@ class _System:
         self.rejected += 1
 
 
+def _as_now(f, device_type: str):
+    """The field, always evaluated in the automatic mixed precision of this moment: the adjoint evaluates
+    it in backward, where there is none, on keys and values that were made in it."""
+    if hasattr(torch, "get_autocast_dtype"):  # torch 2.4
+        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    elif device_type == "cpu":
+        enabled, dtype = torch.is_autocast_cpu_enabled(), torch.get_autocast_cpu_dtype()
+    else:
+        enabled, dtype = torch.is_autocast_enabled(), torch.get_autocast_gpu_dtype()
+
+    def evaluate(t: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(device_type, dtype=dtype, enabled=enabled):
+            return f(t, y)
+
+    return evaluate
+
+
 def solve(
     f, y: Tensor, config, *, valid: Optional[Tensor] = None, integrand=None, save_at: Optional[Tensor] = None
 ) -> Solution:
@@ -82,6 +99,8 @@ def solve(
         # torchdiffeq has no steps to take hold of: each evaluation is recomputed on its own.
         rows = torch.arange(batch, device=y.device)
         evaluate = functools.partial(runge_kutta.recomputed(f, 1, replays), rows)
+    elif config.gradient == "adjoint":
+        evaluate = _as_now(f, y.device.type)
     system = _System(evaluate, integrand, batch, config.max_nfe)
     if y.numel() == 0:
         solution = runge_kutta.adaptive(
@@ -110,11 +129,18 @@ def solve(
             rtol=config.rtol,
             atol=config.atol,
             method=_METHODS[config.solver],
-            # float32 time like the state: some devices have no float64
-            options={"norm": norm, "dtype": y.dtype},
+            # float32 time like the state: some devices have no float64. Without step_t torchdiffeq steps
+            # beyond the end and interpolates, which at loose tolerances is off by more than they allow.
+            options={"norm": norm, "dtype": y.dtype, "step_t": times[-1:]},
         )
         if config.gradient == "adjoint" and torch.is_grad_enabled():
-            result = torchdiffeq.odeint_adjoint(system, start, adjoint_params=f.tensors(), **arguments)
+            result = torchdiffeq.odeint_adjoint(
+                system,
+                start,
+                adjoint_params=f.tensors(),
+                adjoint_options={"dtype": y.dtype, "step_t": times[:1]},
+                **arguments,
+            )
         else:
             result = torchdiffeq.odeint(system, start, **arguments)
         return [value[-1] for value in result], result[0]

@@ -270,6 +270,9 @@ def _step_with_error(tableau, integrand, dense, f, t, dt, y, k1):
     if tableau.error is not None:
         with torch.no_grad():
             error = _column(dt, y) * _combine(tableau.error, stages)
+            for weight, stage in zip(tableau.error, stages):
+                if weight == 0.0:  # the estimate does not see it, but must not be finite if it is not
+                    error = torch.add(error, 0.0 * stage)
     if integrand is not None:
         increment = _quadrature(tableau, integrand, dt, stages)
     return y1, stages[-1], error, increment, stages if dense else None

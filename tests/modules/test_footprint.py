@@ -72,9 +72,20 @@ def test_the_guard_sees_float64():
 
 
 @pytest.mark.parametrize("name", ["rk4", "heun_euler", "bosh3", "dopri5"])
-@pytest.mark.parametrize("gradient", ["backprop", "checkpoint"])
-def test_a_float32_solve_makes_no_float64_tensor(name, gradient):
-    config = SolverConfig(solver=name, gradient=gradient, rtol=1e-3, atol=1e-3)
+@pytest.mark.parametrize(
+    "control,gradient",
+    [
+        ("sentence", "backprop"),
+        ("sentence", "checkpoint"),
+        ("batch", "backprop"),
+        ("batch", "checkpoint"),
+        ("batch", "adjoint"),
+    ],
+)
+def test_a_float32_solve_makes_no_float64_tensor(name, control, gradient):
+    if name == "rk4" and control == "batch":
+        control, gradient = "sentence", "backprop"  # a grid has no steps to control
+    config = SolverConfig(solver=name, step_control=control, gradient=gradient, rtol=1e-3, atol=1e-3)
     y = torch.ones(BATCH, DIM, requires_grad=True)
     field = Wide()
     with NoDouble():

@@ -320,6 +320,43 @@ def test_a_field_that_is_not_finite_spoils_nobody(name, checkpoint):
     assert rate.grad[0] != 0 and rate.grad[2] == 0
 
 
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_stage_that_the_error_estimate_ignores_is_not_ignored(checkpoint, dense):
+    """dopri5 gives its second stage no weight in the error, and a field that saturates makes a finite
+    derivative of an infinite state: the infinity would reach the shared parameters as 0 x inf only."""
+    weight = torch.ones(3, 3, dtype=double, requires_grad=True)
+    shock = torch.tensor([[0.0], [1.0]], dtype=double)
+
+    class Shock:
+        def __init__(self, shock):
+            self.shock, self.calls = shock, 0
+
+        def __call__(self, t, y):
+            here = (0.0 < t) & (t < 0.25)  # the second stage of a step over all of the interval
+            infinite = torch.where((here.unsqueeze(-1) & (self.shock > 0)), float("inf"), 0.0)
+            return 1e-3 * torch.tanh(y @ weight) + infinite
+
+        def select(self, rows):
+            return Shock(self.shock[rows])
+
+    solution = adaptive(
+        Shock(shock),
+        torch.ones(2, 3, dtype=double),
+        1.0,
+        TABLEAUS["dopri5"],
+        rtol=1e-3,
+        atol=1e-3,
+        max_nfe=200,
+        checkpoint=checkpoint,
+        dense=dense,
+    )
+    assert solution.status[0] == ARRIVED and solution.status[1] != ARRIVED
+    assert torch.isfinite(solution.y).all()
+    solution.y.sum().backward()
+    assert torch.isfinite(weight.grad).all() and (weight.grad != 0).all()
+
+
 @pytest.mark.parametrize("name", ADAPTIVE)
 def test_rows_without_entries_and_empty_batches(name):
     valid = torch.tensor([[True, True], [False, False]])
