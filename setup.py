@@ -44,6 +44,7 @@ setup(
             "mtdata",
             "num2words",
             "pytest>=7",
+            "pytest-xdist>=3.2",  # the first with --dist worksteal
             "requests",
             "ruff",
             "tensorboardX",

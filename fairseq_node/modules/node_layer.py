@@ -115,12 +115,16 @@ class _Block:
         row = int(failed[0])
         if valid is not None:
             tokens = int(valid[row].sum())
+        status = int(solution.status[row])
+        advice = "raise --node-max-nfe, or loosen --node-rtol and --node-atol"
+        if status == solver.NOT_FINITE:
+            advice = "lower --lr, or use --clip-norm"
+        if self.solver_config.adaptive:
+            advice += "; --node-on-failure finish goes on"
         raise SolveError(
             f"{self.title}: a sentence of {tokens} tokens stopped at t = {float(solution.t[row]):.4g} of "
             f"{self.solver_config.time:g} with step size {float(solution.dt[row]):.3g} after "
-            f"{int(solution.nfe[row])} evaluations, because "
-            f"{solver.REASONS[int(solution.status[row])]}; raise --node-max-nfe, loosen --node-rtol and "
-            f"--node-atol, or go on with --node-on-failure finish"
+            f"{int(solution.nfe[row])} evaluations, because {solver.REASONS[status]}; {advice}"
         )
 
 

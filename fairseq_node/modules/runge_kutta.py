@@ -327,6 +327,7 @@ def fixed_grid(
     *,
     integrand: Optional[Integrand] = None,
     checkpoint: bool = False,
+    check: bool = False,
 ) -> Solution:
     """Integrates from 0 to ``t1`` in ``steps`` equal steps.
 
@@ -337,13 +338,14 @@ def fixed_grid(
         steps: number of steps, >= 1.
         integrand: also integrate this function of the derivative along the path.
         checkpoint: recompute each step in backward instead of storing its activations.
+        check: whether to look for rows that are not finite any more: ``status`` and ``t`` say so.
     """
     batch = len(y)
     ones = y.new_ones(batch)
     dt = ones * (t1 / steps)
-
     rows = torch.arange(batch, device=y.device)
     replays = torch.zeros_like(rows)
+    reached, status = ones * t1, torch.zeros_like(rows)
 
     def advance(t, dt, y):
         return _step_with_error(tableau, integrand, False, f, t, dt, y, f(t, y))
@@ -351,18 +353,22 @@ def fixed_grid(
     run = recomputed(advance, tableau.stages, replays) if checkpoint else _stored(advance)
     integral = None
     for n in range(steps):
-        y, _, _, increment, _ = run(rows, ones * (n * t1 / steps), dt, y)
+        start = n * t1 / steps
+        y, _, _, increment, _ = run(rows, ones * start, dt, y)
         if increment is not None:
             integral = increment if integral is None else integral + increment
+        if check:
+            lost = ~torch.isfinite(y.detach()).flatten(1).all(1)
+            reached = torch.where(lost, reached.clamp(max=start), reached)
+            status = torch.where(lost, NOT_FINITE, status)
     count = torch.full_like(rows, steps)
-    zero = torch.zeros_like(rows)
     return Solution(
         y=y,
         nfe=count * tableau.stages,
         accepted=count,
-        rejected=zero,
-        status=zero,
-        t=ones * t1,
+        rejected=torch.zeros_like(rows),
+        status=status,
+        t=reached,
         dt=dt,
         nfe_backward=replays,
         integral=integral,

@@ -148,7 +148,14 @@ def solve(
     checkpoint = config.gradient == "checkpoint" and torch.is_grad_enabled()
     if not config.adaptive:
         return runge_kutta.fixed_grid(
-            f, y, config.time, config.tableau, config.steps or 1, integrand=integrand, checkpoint=checkpoint
+            f,
+            y,
+            config.time,
+            config.tableau,
+            config.steps or 1,
+            integrand=integrand,
+            checkpoint=checkpoint,
+            check=config.on_failure == "error",
         )
     if config.step_control == "batch":
         from fairseq_node.modules import batch_control

@@ -348,6 +348,16 @@ def test_not_finite_weights_do_not_hang_and_are_reported(build, sample):
     assert extra["node"]["encoder"][0].unfinished.all()
 
 
+def test_a_grid_says_which_block_is_not_finite_if_asked_to(build, sample):
+    model = build("node_transformer", node_solver="rk4", node_steps=4, node_on_failure="error")
+    batch = sample()["net_input"]
+    model(**batch)
+    with torch.no_grad():
+        model.decoder.layers[1].fc1.weight.fill_(1e30)
+    with pytest.raises(SolveError, match="decoder block 2.*t = 0 of 1.*not finite; lower --lr"):
+        model(**batch)
+
+
 def test_degenerate_sentences(build, dictionary):
     """One-token sentences, and a source that is nothing but padding."""
     model = build("node_transformer", node_solver="dopri5").train()

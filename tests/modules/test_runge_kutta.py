@@ -66,6 +66,15 @@ def test_fixed_grids_have_their_textbook_order(name, problem):
     assert torch.log2(errors[0] / errors[1]) == pytest.approx(TABLEAUS[name].order, abs=0.25)
 
 
+def test_a_grid_notes_where_a_row_ceases_to_be_finite():
+    def field(t, y):
+        return torch.where(t.unsqueeze(1) >= 0.5 * torch.arange(1, 3).unsqueeze(1), float("inf"), y)
+
+    solution = fixed_grid(field, ones(2), 1.0, TABLEAUS["euler"], 4, check=True)
+    assert solution.status.tolist() == [NOT_FINITE, ARRIVED]
+    assert solution.t.tolist() == [0.5, 1.0]
+
+
 @pytest.mark.parametrize(
     "problem", [linear(1.0, 30.0), Forced(torch.tensor([[3.0], [40.0]]).double()), Circle()]
 )
