@@ -8,7 +8,7 @@ LOG = """\
 INFO | num. shared model params: 1,234 (num. trained: 1,234)
 INFO | train_inner | epoch 001: loss=5.1, nll_loss=4.2, num_updates=60, train_wall=50
 INFO | valid | epoch 001 | valid on 'valid' subset | loss 4 | nll_loss 3.5 |{nfe} num_updates 60
-INFO | train_inner | epoch 002: loss=4.1, nll_loss=3.2, num_updates=120, train_wall=70
+INFO | train_inner | epoch 002: loss=4.1, nll_loss=3.2, num_updates=100, train_wall=70
 INFO | valid | epoch 002 | valid on 'valid' subset | loss 4 | nll_loss 3.6 |{nfe} num_updates 120
 """
 REFERENCES = [f"the {n} men saw {n + 3} dogs in the park on day {n}" for n in range(100)]

@@ -38,7 +38,8 @@ class Training:
 
     @property
     def updates(self) -> int:
-        return max(self.train)
+        # The last interval of the log may be unfinished; the last validation comes after it.
+        return max(*self.train, *self.valid)
 
     @property
     def seconds(self) -> float:
