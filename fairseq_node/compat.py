@@ -30,6 +30,7 @@ from typing import Any, BinaryIO, Dict, List, Optional, Tuple, Union
 import torch
 from fairseq.file_io import PathManager
 from torch import _weights_only_unpickler
+from torch.utils import _pytree
 
 #: torch takes a name next to an object it allows, and so names of older pickles, since 2.6.
 _TORCH_HAS_WEIGHTS_ONLY = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 6)
@@ -297,7 +298,7 @@ def _quiet() -> None:
 
 def install() -> None:
     """Makes fairseq load its checkpoints, safely; the repairs below. May be called any number of times."""
-    from fairseq import checkpoint_utils, models
+    from fairseq import checkpoint_utils, models, nan_detector
     from fairseq.data import data_utils
     from fairseq.distributed import utils as distributed_utils
     from fairseq.tasks import FairseqTask
@@ -314,6 +315,7 @@ def install() -> None:
         FairseqTask.get_batch_iterator = _same_batches_when_resumed(FairseqTask.get_batch_iterator)
     if models.build_model.__module__ != __name__:
         models.build_model = _remember_class(models.build_model)
+    nan_detector.NanDetector.add_hooks = _watch_for_nan
 
 
 def _remember_class(build_model):
@@ -373,6 +375,21 @@ def _same_batches_when_resumed(get_batch_iterator):
 
     resumable.__module__ = __name__
     return resumable
+
+
+def _watch_for_nan(detector, module: torch.nn.Module) -> None:
+    """fairseq looks for the origin of non-finite gradients by module hooks that cannot take the output
+    of its own encoders: the training dies of a ``StopIteration`` without a text, and "gradients are
+    Nan/Inf" is never read. These hook the tensors instead."""
+
+    def forward_hook(module, inputs, output):
+        detector.fhook_fn(module, inputs, output)
+        if detector.backward:
+            for tensor in _pytree.tree_flatten(output)[0]:
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(functools.partial(detector.bhook_fn, module, ()))
+
+    detector.fhooks.append(module.register_forward_hook(forward_hook))
 
 
 class _AtomicPathManager(PathManager):

@@ -20,6 +20,7 @@ from fairseq import checkpoint_utils, options
 from fairseq.data import data_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.models.transformer import TransformerModel
+from fairseq.nan_detector import NanDetector
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from fairseq_cli import generate, interactive, preprocess, train, validate
 from omegaconf import OmegaConf
@@ -437,3 +438,29 @@ def test_a_run_resumed_in_a_later_epoch_sees_the_batches_that_it_would_have_seen
 
     never_stopped = second_epoch(1)
     assert len(never_stopped) > 3 and second_epoch(2) == never_stopped
+
+
+def test_a_run_whose_gradients_are_not_finite_says_so(corpus, tmp_path, caplog):
+    """fairseq alone ends it in a StopIteration, while it looks for the origin."""
+    with pytest.raises(FloatingPointError, match="gradients are Nan/Inf"):
+        training(corpus, tmp_path, "--max-epoch", 1, "--max-tokens", 40, "--lr", 1e30, "--disable-validation")
+    assert "detected in output of encoder" in caplog.text
+    assert (tmp_path / "crash.pt").exists()
+
+
+@pytest.mark.parametrize("output", [lambda x: {"out": [x], "none": [], "no": None}, lambda x: (x, None)])
+def test_the_origin_of_gradients_that_are_not_finite_is_found(output, caplog):
+    class Part(torch.nn.Linear):
+        def forward(self, x):
+            return output(super().forward(x))
+
+    part = Part(2, 2)
+    model = torch.nn.ModuleDict({"part": part})
+    with NanDetector(model):
+        first = torch.utils._pytree.tree_flatten(part(torch.ones(3, 2)))[0][0]
+        (first * float("inf")).sum().backward()
+    assert "Inf detected in output of part, shape: torch.Size([3, 2]), backward" in caplog.text
+    caplog.clear()
+    part.zero_grad()
+    torch.utils._pytree.tree_flatten(part(torch.ones(3, 2)))[0][0].mul(float("inf")).sum().backward()
+    assert not caplog.text, "the hooks stay where they have been"

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
 
-from fairseq_node.modules import solver
+from fairseq_node.modules import batch_control, solver  # noqa: F401  torchdiffeq makes its tables on import
 from fairseq_node.modules.solver import SolverConfig
 
 BATCH, DIM, WIDE = 2, 4, 512
@@ -60,7 +60,7 @@ class NoDouble(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
+        for leaf in tree_flatten(out)[0]:
             if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64:
                 raise AssertionError(f"{function} made a float64 tensor")
         return out
