@@ -140,7 +140,7 @@ def train(cells, out: Path, jobs: int) -> int:
                 if error is not None:
                     failed += 1
                     name = running[done].name
-                    tqdm.write(f"{name}: {error}; see {out / 'logs' / name}.log", file=sys.stderr)
+                    tqdm.write(f"{name}: {error!r}; see {out / 'logs' / name}.log", file=sys.stderr)
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             sys.exit("stopped; the same command goes on from here")

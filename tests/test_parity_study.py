@@ -164,6 +164,27 @@ def test_report(results, tmp_path):
         assert file.read_bytes() == (tmp_path / file.name).read_bytes(), file.name
 
 
+def test_a_seed_that_diverged_is_counted_and_in_no_mean(results, tmp_path):
+    gone = {**result(Cell("transformer-2", 4, "none", 0.0, 4, 10), 0), "diverged": "gradients", "lengths": []}
+    penalised = {**gone, "architecture": "node-composed", "penalty": "arclength", "weight": 0.1}
+    every = [*results, gone, penalised, {**penalised, "max_length": 8}]
+    lstm, two, _, _, penalty, only = rows(parity_report.results_table(every))
+    assert (lstm["diverged"], lstm["learned"]) == ("-", "3 of 3")
+    assert (two["seeds"], two["accuracy at N, %"], two["learned"]) == ("4", "100.0 ± 0.0", "3 of 4")
+    assert two["diverged"] == penalty["diverged"] == only["diverged"] == "1"
+    assert (only["accuracy at N, %"], only["learned"]) == ("-", "0 of 1")
+    reach = {row["architecture"]: list(row.values())[2:] for row in rows(parity_report.reach_table(every))}
+    assert reach["lstm"] == ["4", "none seen"] and reach["transformer-2"] == ["none", "4"]
+    assert parity_report.penalty_table(every) == parity_report.penalty_table(results)
+    for number, some in enumerate((every, [gone])):
+        out = tmp_path / str(number)
+        out.mkdir()
+        parity_report.write_report(some, out, "the command")
+        with (out / "results.csv").open() as file:
+            (row,) = [row for row in csv.DictReader(file) if row["diverged"] and row["penalty"] == "none"]
+        assert row["diverged"] == "gradients" and row["seed"] == "4"
+
+
 def study(*arguments, **options):
     command = [sys.executable, ROOT / "scripts" / "parity_study.py", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=600, **options)
@@ -196,6 +217,24 @@ def test_study_trains_what_is_missing(tmp_path):
     assert parity_report.at(trained, 4)["nfe"] == 2
     report = (out / "report.md").read_text()
     assert "3 trainings" in report and "77.0" in report
+
+
+def test_a_training_that_diverges_is_a_result(tmp_path):
+    cell = Cell("tied-2", 2, "none", 0.0, 1, 3)
+    out = tmp_path / "study"
+    script = f"""
+import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "scripts")!r}]
+from pathlib import Path
+from lib.parity_grid import Cell, run_cell
+sensible = Cell.arguments
+Cell.arguments = lambda cell, folder: [*sensible(cell, folder), "--lr", "1e38"]
+run_cell(Cell("tied-2", 2, "none", 0.0, 1, 3), Path({str(out)!r}))
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=600, cwd=ROOT)
+    (diverged,) = parity_report.read_results(out)
+    assert diverged["diverged"] == "gradients are Nan/Inf" and diverged["lengths"] == []
+    assert parity_grid.pending(out, [cell]) == [] and not list(out.glob("work/*"))
+    assert parity_report.finished([diverged]) == []
 
 
 @pytest.mark.parametrize(

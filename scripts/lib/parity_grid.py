@@ -9,7 +9,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, Iterable, List
+from typing import Dict, Iterable, List, Optional
 
 #: All are equally wide, and those with a decoder have one layer of it.
 _WIDTH = "--encoder-embed-dim 64 --decoder-embed-dim 64 --dropout 0"
@@ -128,16 +128,22 @@ def run_cell(cell: Cell, out: Path) -> Path:
     """Trains a model by fairseq's own ``main``, looks at it, and writes its result, whole or not at all.
 
     A training that was killed goes on from its last checkpoint; the checkpoints are removed at the end.
-    What fairseq prints goes to a log.
+    That fairseq ends a training since its gradients are not finite is a result too: ``diverged`` with
+    fairseq's words, and nothing seen at any length. What fairseq prints goes to a log.
     """
     target = result_file(out, cell)
     work = out / "work" / cell.name
     work.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     _print_to(out / "logs" / f"{cell.name}.log")
-    seconds = _train(cell.arguments(work))
-    result = {**dataclasses.asdict(cell), "seconds": round(seconds, 1)}
-    result["lengths"] = _look(work / "checkpoint_last.pt", cell.max_length)
+    start = time.perf_counter()
+    diverged = _train(cell.arguments(work))
+    result = {
+        **dataclasses.asdict(cell),
+        "seconds": round(time.perf_counter() - start, 1),
+        "diverged": diverged,
+    }
+    result["lengths"] = [] if diverged else _look(work / "checkpoint_last.pt", cell.max_length)
     part = target.with_suffix(".part")
     part.write_text(json.dumps(result, indent=1))
     os.replace(part, target)
@@ -153,17 +159,19 @@ def _print_to(log: Path) -> None:
             os.dup2(file.fileno(), stream)
 
 
-def _train(arguments: List[str]) -> float:
-    """Runs ``fairseq-train`` in this process, which has imported it already; returns its seconds."""
+def _train(arguments: List[str]) -> Optional[str]:
+    """Runs ``fairseq-train`` in this process, which has imported it already; returns why it diverged."""
     from fairseq import options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from fairseq_cli.train import main
 
     parser = options.get_training_parser()
     args = options.parse_args_and_arch(parser, input_args=arguments)
-    start = time.perf_counter()
-    main(convert_namespace_to_omegaconf(args))
-    return time.perf_counter() - start
+    try:
+        main(convert_namespace_to_omegaconf(args))
+    except FloatingPointError as error:
+        return str(error)
+    return None
 
 
 def _look(checkpoint: Path, max_length: int) -> List[Dict]:

@@ -56,6 +56,11 @@ def at(result: dict, length: int) -> dict:
     return next(seen for seen in result["lengths"] if seen["length"] == length)
 
 
+def finished(results: Sequence[dict]) -> List[dict]:
+    """Those whose training did not diverge: what was seen of the others ends there."""
+    return [result for result in results if not result.get("diverged")]
+
+
 def groups(results: Sequence[dict]) -> Dict[Tuple, List[dict]]:
     """The results that differ by their seed only, in a readable order."""
     found: Dict[Tuple, List[dict]] = {}
@@ -73,13 +78,15 @@ def _natural(key: Tuple) -> Tuple:
 
 
 def write_csv(results: Sequence[dict], file: Path) -> None:
-    """A row for each cell and length."""
+    """A row for each cell and length; one for a cell that diverged."""
     cell = [*KEYS, "seed", "seconds"]
+    seen_columns = next((result["lengths"][0] for result in finished(results)), {})
     with file.open("w", newline="", encoding="utf-8") as out:
-        writer = csv.DictWriter(out, [*cell, *results[0]["lengths"][0]])
+        writer = csv.DictWriter(out, [*cell, "diverged", *seen_columns])
         writer.writeheader()
         for result in results:
-            writer.writerows({**{key: result[key] for key in cell}, **seen} for seen in result["lengths"])
+            known = {**{key: result[key] for key in cell}, "diverged": result.get("diverged")}
+            writer.writerows({**known, **seen} for seen in result["lengths"] or [{}])
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence]) -> str:
@@ -91,8 +98,8 @@ def results_table(results: Sequence[dict]) -> str:
     """A row for each group, at the longest length that it was trained on."""
     rows = []
     for (architecture, max_length, penalty, weight, updates), members in groups(results).items():
-        here = [at(result, max_length) for result in members]
-        beyond = [at(result, 2 * max_length) for result in members]
+        here = [at(result, max_length) for result in finished(members)]
+        beyond = [at(result, 2 * max_length) for result in finished(members)]
         rows.append(
             [
                 architecture,
@@ -101,12 +108,13 @@ def results_table(results: Sequence[dict]) -> str:
                 updates,
                 len(members),
                 *(Spread.of([seen["accuracy"] for seen in where]) for where in (here, beyond)),
-                f"{sum(seen['accuracy'] >= SOLVED for seen in here)} of {len(here)}",
+                f"{sum(seen['accuracy'] >= SOLVED for seen in here)} of {len(members)}",
+                len(members) - len(here) or "-",
                 *(Spread.of([seen[name] for seen in here]) for name in ("nfe", "arclength", "sensitivity")),
             ]
         )
     head = ["architecture", "max length N", "penalty", "updates", "seeds", "accuracy at N, %"]
-    head += ["at 2N, %", "learned", "NFE at N", "arclength at N", "sensitivity at N"]
+    head += ["at 2N, %", "learned", "diverged", "NFE at N", "arclength at N", "sensitivity at N"]
     return _table(head, rows)
 
 
@@ -115,7 +123,8 @@ def reach_table(results: Sequence[dict]) -> str:
     reached: Dict[Tuple[str, int], Dict[int, bool]] = {}
     for (architecture, max_length, penalty, _, updates), members in groups(results).items():
         if penalty == "none":
-            learned = all(at(result, max_length)["accuracy"] >= SOLVED for result in members)
+            seen = [at(result, max_length) for result in finished(members)]
+            learned = len(seen) == len(members) and all(there["accuracy"] >= SOLVED for there in seen)
             reached.setdefault((architecture, updates), {})[max_length] = learned
     rows = []
     for (architecture, updates), learned in reached.items():
@@ -133,11 +142,11 @@ def penalty_table(results: Sequence[dict]) -> str:
     """What a penalty changes at N, against the same seed without one."""
     plain = {
         (result["architecture"], result["max_length"], result["updates"], result["seed"]): result
-        for result in results
+        for result in finished(results)
         if result["penalty"] == "none"
     }
     rows = []
-    for (architecture, max_length, penalty, weight, updates), members in groups(results).items():
+    for (architecture, max_length, penalty, weight, updates), members in groups(finished(results)).items():
         places = [(architecture, max_length, updates, result["seed"]) for result in members]
         pairs = [(result, plain[place]) for result, place in zip(members, places) if place in plain]
         if penalty == "none" or not pairs:
@@ -160,7 +169,7 @@ def write_report(results: Sequence[dict], out: Path, command: str) -> Path:
         command: that gave them.
     """
     write_csv(results, out / "results.csv")
-    draw(results, out)
+    draw(finished(results), out)
     plots = "\n\n".join(f"![{name.replace('_', ' ')}]({name}.svg)" for name in PLOTS)
     report = out / "report.md"
     report.write_text(
@@ -168,8 +177,9 @@ def write_report(results: Sequence[dict], out: Path, command: str) -> Path:
 
 `{command}`: {len(results)} trainings. Means ± standard deviations are over seeds, each with other weights
 and other strings. N is the longest length of a training, 2N twice that; learned: seeds right on at
-least {SOLVED:g} % at N. NFE are evaluations of the vector field per string, all blocks together; sensitivity
-is the mean change of the log-odds of the answer when one bit is flipped.
+least {SOLVED:g} % at N; diverged: seeds whose training fairseq ended since its gradients were no longer
+finite, in no mean here. NFE are evaluations of the vector field per string, all blocks together;
+sensitivity is the mean change of the log-odds of the answer when one bit is flipped.
 
 {results_table(results)}
 
