@@ -162,7 +162,8 @@ def main() -> None:
             print("fairseq-train", shlex.join(cell.arguments(out / "work" / cell.name)))
         return
     out.mkdir(parents=True, exist_ok=True)
-    print(f"{len(cells)} trainings, {len(cells) - len(missing)} of them done", file=sys.stderr)
+    if not args.report_only:
+        print(f"{len(cells)} trainings, {len(cells) - len(missing)} of them done", file=sys.stderr)
     failed = train(missing, out, args.jobs) if missing else 0
     results = parity_report.read_results(out)
     if not results:
