@@ -1,5 +1,6 @@
 """fairseq's criteria with a penalty on the path through depth, and the statistics of the solves."""
 
+import logging
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,8 @@ from fairseq.logging import metrics
 from fairseq_node import compat
 from fairseq_node.models.node_transformer import OptionError
 from fairseq_node.modules import path
+
+logger = logging.getLogger(__name__)
 
 PENALTIES = ("none", "arclength", "kinetic")
 SCOPES = ("encoder", "decoder", "both")
@@ -138,6 +141,10 @@ class _WithPath:
             raise OptionError(f"--path-weight is {weight}; use 0 or a positive number such as 0.01")
         if warmup_updates < 0:
             raise OptionError(f"--path-warmup-updates is {warmup_updates}; use 0 or more")
+        if weight > 0 and penalty == "none":
+            logger.warning(
+                "--path-weight %g weighs nothing without a penalty; use --path-penalty arclength", weight
+            )
         self.path_penalty = str(penalty)  # fairseq's commands bring a member of the enum
         self.path_weight = weight if penalty != "none" else 0.0
         self.path_sides = SIDES if scope == "both" else (str(scope),)

@@ -101,6 +101,13 @@ def test_a_model_without_a_path_is_refused(build, sample, task):
         criterion(task, "arclength", 1.0, warmup=-1)
 
 
+def test_a_weight_of_no_penalty_is_noticed(build, sample, task, caplog):
+    model = build("node_transformer")
+    loss, *_ = criterion(task, "none", 0.1)(model, sample())
+    assert "--path-penalty arclength" in caplog.text
+    torch.testing.assert_close(loss, criterion(task)(model, sample())[0], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("gradient", ["backprop", "checkpoint"])
 def test_statistics_add_up_over_workers(build, sample, task, gradient):
     """Means per sentence, each the sum over a side's blocks; evaluations of backward counted too."""
