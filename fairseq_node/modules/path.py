@@ -45,7 +45,7 @@ class PathConfig:
         if self.norm == "sentence":
             derivative = derivative.flatten(1).unsqueeze(1)
         speed = torch.linalg.vector_norm(derivative, dim=-1)
-        return torch.stack([speed, derivative.square().sum(-1)], dim=-1)
+        return torch.stack([speed, speed.square()], dim=-1)
 
     def mean(self, integral: Tensor, valid: Optional[Tensor]) -> Tensor:
         """Arclength and kinetic energy of each sentence: means over its valid tokens.
